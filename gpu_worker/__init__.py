@@ -1,0 +1,1 @@
+"""One device, one loop: runs sequences, parks and resumes them."""

@@ -1,0 +1,1 @@
+"""Memory and row operations of one device."""

@@ -1,0 +1,1 @@
+"""The model in torch: weights, layers, sampler. Knows no requests."""

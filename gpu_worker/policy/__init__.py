@@ -1,0 +1,1 @@
+"""Which sequences run, which are parked, which come back. Pure: no torch, no sockets, no clock, no randomness."""

@@ -1,0 +1,183 @@
+"""What the scheduler hears (events), what it wants done (actions), and the rows of a step. Values only.
+
+The worker's shell, the simulator and the tests all speak this vocabulary to the very same scheduler.
+"""
+
+from typing import Literal
+
+from msgspec import Struct
+
+from wire.messages import Logprob, ParkKind, Sampling, Submit, Usage
+
+
+class Value(Struct, frozen=True, tag=True):
+    """Base of events and actions."""
+
+
+# events ---------------------------------------------------------------------------------------------------------------
+class Submitted(Value):
+    submit: Submit
+
+
+class CancelRequested(Value):
+    request_id: str
+
+
+class ParkRequested(Value):
+    request_id: str
+    reason: Literal["explicit", "credit"] = "explicit"
+
+
+class ResumeRequested(Value):
+    request_id: str
+    reason: Literal["explicit", "credit"] = "explicit"
+
+
+class RowResult(Struct, frozen=True):
+    """What the step made of one row. `tokens` is empty for a chunk that does not reach the newest token."""
+
+    request_id: str
+    tokens: list[int] = []
+    logprobs: list[Logprob] = []  # one for each of tokens, when asked for
+    prompt_logprobs: list[Logprob] = []  # of the prompt tokens start+1 .. start+count, when asked for
+    draft: list[int] = []
+    error: str = ""  # the row could not be computed (logits not finite): the sequence ends with this line
+
+
+class StepDone(Value):
+    rows: list[RowResult]
+    epoch: int  # of the plan whose rows these are
+
+
+class LeaseGranted(Value):
+    ask: int
+    lease: int
+
+
+class LeaseDenied(Value):
+    """Also the answer to a deadline that passed, or to no host cache at all."""
+
+    ask: int
+    reason: str
+
+
+class Saved(Value):
+    """The copies of a Save have ended. Not ok: the image is void (host cache lost, lease too small)."""
+
+    request_id: str
+    ok: bool
+
+
+class Loaded(Value):
+    """The copies of a Load have ended and the image was verified. Not ok: recompute."""
+
+    request_id: str
+    ok: bool
+
+
+class HostCacheLost(Value):
+    """Every lease is void. A copy under way still ends with its Saved or Loaded (not ok)."""
+
+
+Event = (
+    Submitted
+    | CancelRequested
+    | ParkRequested
+    | ResumeRequested
+    | StepDone
+    | LeaseGranted
+    | LeaseDenied
+    | Saved
+    | Loaded
+    | HostCacheLost
+)
+
+
+# actions --------------------------------------------------------------------------------------------------------------
+class Reserve(Value):
+    """Ask for a lease on `num_blocks` blocks; answered by exactly one LeaseGranted or LeaseDenied, or by HostCacheLost."""
+
+    ask: int
+    request_id: str
+    num_blocks: int
+
+
+class Save(Value):
+    """Copy `blocks` to the lease, in order, then commit. `position` is the number of cells in the image."""
+
+    request_id: str
+    lease: int
+    blocks: tuple[int, ...]
+    position: int
+
+
+class Load(Value):
+    """Copy the image's blocks from number `first` on into `blocks`, verifying each; answered by Loaded."""
+
+    request_id: str
+    lease: int
+    blocks: tuple[int, ...]
+    first: int
+
+
+class ReleaseLease(Value):
+    lease: int
+
+
+class Emit(Value):
+    request_id: str
+    offset: int
+    tokens: list[int]
+    logprobs: list[Logprob] = []
+    prompt_offset: int = 0
+    prompt_logprobs: list[Logprob] = []
+
+
+class Notify(Value):
+    request_id: str
+    event: Literal["parked", "resumed"]
+    kind: ParkKind
+    mode: Literal["save", "recompute"]
+    parked_ms: int
+    usage: Usage
+
+
+class Finish(Value):
+    request_id: str
+    reason: Literal["stop", "length", "cancelled", "error"]
+    usage: Usage
+    error: str = ""
+    code: str = ""
+
+
+Action = Reserve | Save | Load | ReleaseLease | Emit | Notify | Finish
+
+
+# rows -----------------------------------------------------------------------------------------------------------------
+class Row(Struct, frozen=True):
+    """One sequence's share of one step: feed tokens[start : start + count], then `draft`.
+
+    `tokens` is the sequence's own list, to be read only until the step ends. The cells of positions below `start` lie in
+    `blocks`, which also has room for what is fed. If `samples`, the row after the last fed token yields the next token at
+    position start + count, and each agreeing draft one more.
+    """
+
+    request_id: str
+    tokens: list[int]
+    start: int
+    count: int
+    blocks: list[int]
+    samples: bool
+    sampling: Sampling  # with its seed
+    prompt_len: int
+    draft: tuple[int, ...] = ()
+    banned: tuple[int, ...] = ()  # end tokens that may not be drawn yet (min_tokens)
+    prompt_logprobs: int | None = None  # wanted for the prompt tokens predicted by this row; None: none
+
+
+class Plan(Struct, frozen=True):
+    """Do `actions` in order, then run `rows` as one step. `epoch` comes back in StepDone."""
+
+    actions: list[Action]
+    rows: list[Row]
+    epoch: int

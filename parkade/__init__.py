@@ -1,0 +1,1 @@
+"""The command line: starts the processes and shows them; decides nothing."""

@@ -1,0 +1,1 @@
+"""One queue and one ledger between clients and workers."""

@@ -1,0 +1,106 @@
+"""Every setting, defined once: a flag of `parkade serve`, a TOML key and a PARKADE_... variable are made from one field.
+
+Order of precedence: flag, environment, TOML file, default. `parkade serve` resolves the settings and hands them to its
+children through the environment, so that `python -m router` needs no arguments there; under systemd the TOML file does it.
+"""
+
+import os
+import re
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal, get_type_hints
+
+import msgspec
+from msgspec import Meta, Struct
+
+
+class ConfigError(ValueError):
+    """A setting that the user must change; the text is one line that names it."""
+
+
+class Config(Struct, frozen=True, forbid_unknown_fields=True):
+    """The settings. The description of a field is its help text; a field named `no_...` is a bare flag."""
+
+    model: Annotated[str, Meta(description="smollm2, a GGUF file, or a Hugging Face folder")] = "smollm2"
+    ctx: Annotated[int, Meta(ge=16, le=2**31, description="cells of the pool that all sequences share")] = 8192
+    slots: Annotated[int, Meta(ge=1, le=4096, description="how many sequences may run at once")] = 8
+    policy: Annotated[Literal["watermark", "off"], Meta(description="who is parked when; off: a full pool fails requests")] = "watermark"
+    high: Annotated[int, Meta(ge=1, le=100, description="percent of the pool at which parking starts")] = 94
+    low: Annotated[int, Meta(ge=1, le=100, description="percent of the pool below which parked sequences resume")] = 80
+    park_ram: Annotated[str, Meta(description="RAM budget for parked cells, e.g. 8GiB, 16MiB; 0: always recompute; auto: 8GiB or a quarter of the memory")] = "auto"
+    resume_order: Annotated[Literal["most-parked", "head"], Meta(description="who resumes first; head: strictly by park time")] = "most-parked"
+    park_every: Annotated[int, Meta(ge=0, description="park every sequence at each N generated tokens (for tests; 0: never)")] = 0
+    no_reuse: Annotated[bool, Meta(description="never find computed blocks again by the hash of their tokens")] = False
+    exact: Annotated[Literal["on", "off"], Meta(description="parked, recomputed and concurrent runs equal the solo run byte for byte")] = "on"
+    max_queued: Annotated[int, Meta(ge=0, description="requests that may wait before new ones get 429")] = 256
+    device: Annotated[str, Meta(description="auto, cpu, or a comma list with one worker each, e.g. cpu,cpu")] = "auto"
+    dtype: Annotated[Literal["auto", "bf16", "f32"], Meta(description="auto keeps 4-bit weights in 4 bits on the CPU and uses bf16 elsewhere")] = "auto"
+    step_tokens: Annotated[int, Meta(ge=1, le=65536, description="tokens that one step may feed: the size of a prefill chunk")] = 256
+    host: Annotated[str, Meta(description="address of the HTTP adapter")] = "127.0.0.1"
+    port: Annotated[int, Meta(ge=0, le=65535, description="port of the HTTP adapter (0: a free one)")] = 8080
+    run_dir: Annotated[str, Meta(description="folder of the sockets (default: a fresh one, mode 0700)")] = ""
+    drain_s: Annotated[float, Meta(ge=0, le=86400, description="seconds that running and parked streams get to finish on SIGTERM")] = 30.0
+    api_key_file: Annotated[str, Meta(description="file with one API key a line; without it no key is asked for")] = ""
+
+
+FIELDS = msgspec.structs.fields(Config)
+_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*(?:([kmgt])(i?)b?|b?)\s*", re.IGNORECASE)
+
+
+def env_name(field: str) -> str:
+    return "PARKADE_" + field.upper()
+
+
+def flag_name(field: str) -> str:
+    return "--" + field.replace("_", "-")
+
+
+def size_bytes(text: str) -> int:
+    """Bytes of a size such as 8GiB, 16MiB, 2GB or 4096; ConfigError if it is none."""
+    match = _SIZE.fullmatch(text)
+    if not match:
+        raise ConfigError(f"{text!r} is not a size; write it like 8GiB, 16MiB or 0")
+    number, prefix, binary = match.groups()
+    unit = (1024 if binary else 1000) ** (" kmgt".index(prefix.lower()) if prefix else 0)
+    return int(float(number) * unit)
+
+
+def load(flags: Mapping[str, Any] | None = None, config_file: str | None = None, environ: Mapping[str, str] | None = None) -> Config:
+    """The settings from flags, environment, file and defaults. ConfigError is one line that names the setting."""
+    environ = os.environ if environ is None else environ
+    path = config_file or environ.get("PARKADE_CONFIG")
+    values: dict[str, Any] = _read_toml(path) if path else {}
+    values |= {f.name: environ[env_name(f.name)] for f in FIELDS if env_name(f.name) in environ}
+    values |= {name: value for name, value in (flags or {}).items() if value is not None}
+    hints = get_type_hints(Config, include_extras=True)
+    for name, value in values.items():
+        try:
+            values[name] = msgspec.convert(value, hints[name], strict=False)
+        except msgspec.ValidationError as error:
+            raise ConfigError(f"{flag_name(name)} {value!r}: {error}") from None
+    config = Config(**values)
+    if config.low >= config.high:
+        raise ConfigError(f"--low {config.low} must be below --high {config.high}")
+    if config.park_ram != "auto":
+        size_bytes(config.park_ram)
+    return config
+
+
+def as_environ(config: Config) -> dict[str, str]:
+    """The settings as PARKADE_... variables for a child process."""
+    return {env_name(f.name): str(getattr(config, f.name)) for f in FIELDS}
+
+
+def _read_toml(path: str) -> dict[str, Any]:
+    try:
+        values = tomllib.loads(Path(path).read_text())
+    except OSError as error:
+        raise ConfigError(f"--config {path}: {error.strerror}") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--config {path}: {error}") from None
+    known = {f.name for f in FIELDS}
+    for name in values:
+        if name.replace("-", "_") not in known:
+            raise ConfigError(f"--config {path}: unknown key {name!r}")
+    return {name.replace("-", "_"): value for name, value in values.items()}

@@ -1,0 +1,351 @@
+"""Every message that two processes exchange; one union per direction, so a decoder accepts only what its peer may say.
+
+Structs are frozen, tagged and closed (`forbid_unknown_fields`). Limits on numbers are part of the types, so a value out
+of range is refused while it is decoded. Units are in the names. Nothing here decides anything.
+"""
+
+from typing import Annotated, Literal
+
+from msgspec import Meta, Struct
+
+PROTOCOL = b"PK1"
+
+MAX_REQUEST_ID_CHARS = 64
+MAX_LOGPROBS = 20
+
+RequestId = Annotated[str, Meta(min_length=1, max_length=MAX_REQUEST_ID_CHARS)]
+TokenId = Annotated[int, Meta(ge=0, le=2**31 - 1)]
+Count = Annotated[int, Meta(ge=0, le=2**53)]
+ParkKind = Literal["pressure", "forced", "explicit"]
+
+
+class Message(Struct, frozen=True, tag=True, forbid_unknown_fields=True, omit_defaults=True):
+    """Base of everything that travels as a message of its own."""
+
+
+class Part(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """Base of what travels inside a message."""
+
+
+# parts ----------------------------------------------------------------------------------------------------------------
+class Sampling(Part):
+    """How the next token is drawn from the logits. `temperature` 0 is greedy; `seed` None lets the router draw one."""
+
+    temperature: Annotated[float, Meta(ge=0, le=100)] = 1.0
+    top_k: Annotated[int, Meta(ge=0, le=2**31 - 1)] = 0  # 0: off
+    top_p: Annotated[float, Meta(gt=0, le=1)] = 1.0
+    min_p: Annotated[float, Meta(ge=0, le=1)] = 0.0
+    repetition_penalty: Annotated[float, Meta(gt=0, le=100)] = 1.0  # over prompt and output
+    presence_penalty: Annotated[float, Meta(ge=-100, le=100)] = 0.0  # over the output only, as OpenAI defines it
+    frequency_penalty: Annotated[float, Meta(ge=-100, le=100)] = 0.0
+    logit_bias: dict[TokenId, Annotated[float, Meta(ge=-1000, le=1000)]] = {}
+    seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
+    logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None  # alternatives beside the token; None: off
+
+
+class Logprob(Part):
+    """The token's log probability under the model's own distribution (before penalties, temperature and filters)."""
+
+    token: int
+    logprob: float
+    top: list[tuple[int, float]] = []  # (token, logprob), most likely first
+
+
+class Usage(Part):
+    """What a request has cost so far, over all lives of its worker. `prompt_tokens` is the client's prompt, once."""
+
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    cached_tokens: int = 0  # of the prompt, found computed at its first admission
+    parks: int = 0
+    parked_ms: int = 0
+    recomputed_tokens: int = 0
+    exact: bool = False
+
+
+class Slot(Part):
+    """One line of `/slots`. `id` is the seat and stays for life."""
+
+    id: int
+    request_id: str = ""
+    state: Literal["idle", "waiting", "running", "parking", "parked", "resuming"] = "idle"
+    n_tokens: int = 0
+    is_preempted: bool = False
+    n_preempt: int = 0
+    n_recompute: int = 0
+    parked_ms: int = 0
+
+
+class PoolCells(Part):
+    """Cells of the pool by who holds them; the five add up to the pool."""
+
+    active: int = 0  # referenced by running sequences
+    reusable: int = 0  # only findable by hash; given up on demand
+    parking: int = 0
+    resuming: int = 0
+    free: int = 0
+
+
+class Counters(Part):
+    """Totals since this worker's boot; the router adds them up over lives."""
+
+    preempt: dict[str, int] = {}  # by ParkKind
+    resumed: int = 0
+    recomputed_tokens: int = 0
+    denied: dict[str, int] = {}  # by reason
+    steps: int = 0
+    prefill_tokens: int = 0  # rows fed that produced no new token, recomputed ones included
+
+
+# client -> router -----------------------------------------------------------------------------------------------------
+class Generate(Message):
+    """Ask for one stream. `max_tokens` may exceed what fits: the stream then ends with `length`."""
+
+    request_id: RequestId
+    prompt_token_ids: list[TokenId]
+    max_tokens: Annotated[int, Meta(ge=1, le=2**53)] = 2**31
+    min_tokens: Count = 0
+    sampling: Sampling = Sampling()
+    stop_token_ids: Annotated[list[TokenId], Meta(max_length=1024)] = []
+    ignore_eos: bool = False
+    prompt_logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
+    priority: Annotated[int, Meta(ge=-100, le=100)] = 0  # class: a lower number is more important
+    sibling_of: Annotated[str, Meta(max_length=MAX_REQUEST_ID_CHARS)] = ""  # starts once that one has computed the same prompt
+
+
+class Cancel(Message):
+    request_id: RequestId
+
+
+class Park(Message):
+    """Take the sequence off the device until `Resume`. `credit` is the router's own reason: the client does not read."""
+
+    request_id: RequestId
+    reason: Literal["explicit", "credit"] = "explicit"
+
+
+class Resume(Message):
+    request_id: RequestId
+    reason: Literal["explicit", "credit"] = "explicit"
+
+
+class Credit(Message):
+    """The client has taken in `consumed_bytes` of this stream's encoded messages, counted from its start."""
+
+    request_id: RequestId
+    consumed_bytes: Count
+
+
+class GetStatus(Message):
+    request_id: RequestId  # echoed in Status
+
+
+# router -> client -----------------------------------------------------------------------------------------------------
+class Accepted(Message):
+    request_id: str
+    seed: int
+
+
+class Rejected(Message):
+    """The request never started. `code`: queue_full, context_length_exceeded, bad_request, duplicate_id, draining."""
+
+    request_id: str
+    code: str
+    message: str
+    numbers: dict[str, int] = {}
+
+
+class Tokens(Message):
+    """`tokens` start at `offset` of the output. Prompt logprobs start at `prompt_offset` of the prompt (position 0 has none)."""
+
+    request_id: str
+    offset: int
+    tokens: list[int]
+    logprobs: list[Logprob] = []
+    prompt_offset: int = 0
+    prompt_logprobs: list[Logprob] = []
+
+
+class Notice(Message):
+    """The stream pauses or goes on. `usage` is the state after it."""
+
+    request_id: str
+    event: Literal["parked", "resumed"]
+    kind: ParkKind = "pressure"
+    mode: Literal["save", "recompute"] = "save"
+    parked_ms: int = 0  # of this pause, when resumed
+    usage: Usage = Usage()
+
+
+class Finished(Message):
+    """The one last word of an accepted stream. `error` says in one line why, when reason is error."""
+
+    request_id: str
+    reason: Literal["stop", "length", "cancelled", "error"]
+    usage: Usage
+    error: str = ""
+    code: str = ""  # a short name of the error: context_overflow, kv_cache_full, worker_lost, drain_timeout, slow_client
+
+
+class WorkerStatus(Part):
+    name: str
+    model: str
+    device: str
+    dtype: str
+    alive: bool
+    pool_cells: int
+    block_size: int
+    slots: int
+    max_context: int
+    exact: bool
+    exact_note: str = ""
+    cells: PoolCells = PoolCells()
+    step: int = 0
+
+
+class Status(Message):
+    """`ready`: a request would be decoded now. `metrics` is Prometheus text. Slots of several workers follow one another."""
+
+    request_id: str
+    ready: bool
+    reason: str = ""  # why not ready
+    draining: bool = False
+    queued: int = 0
+    running: int = 0
+    parked: int = 0
+    slots: list[Slot] = []
+    workers: list[WorkerStatus] = []
+    metrics: str = ""
+    budget_bytes: int = 0
+    used_bytes: int = 0
+    held_bytes: int = 0
+
+
+# router -> worker -----------------------------------------------------------------------------------------------------
+class Submit(Message):
+    """`generate` with its seed drawn, and the tokens already delivered by an earlier life of a worker.
+
+    `arrival` orders requests and survives replays. `usage` is what earlier lives have cost.
+    """
+
+    generate: Generate
+    arrival: int
+    delivered: list[int] = []
+    usage: Usage = Usage()
+
+
+class Drain(Message):
+    """Finish what you have, then say Goodbye and exit."""
+
+
+class Ping(Message):
+    """Answered by a Load. A worker that hears nothing from its router for 10 s ends its sequences."""
+
+
+# worker -> router -----------------------------------------------------------------------------------------------------
+class Hello(Message):
+    name: str
+    pid: int
+    model: str
+    device: str
+    dtype: str
+    pool_cells: int
+    block_size: int
+    slots: int
+    max_context: int  # cells one sequence may use: min(pool, model)
+    exact: bool
+    exact_note: str = ""
+    weight_bytes: int = 0
+    pool_bytes: int = 0
+
+
+class Load(Message):
+    """Heartbeat from the engine loop, and the state after its last event. Sent before any Finished it explains."""
+
+    step: int
+    cells: PoolCells
+    waiting: int
+    running: int
+    parked: int
+    slots: list[Slot]
+    counters: Counters
+    hostcache: bool  # connected
+
+
+class Goodbye(Message):
+    reason: str = ""
+
+
+# worker -> host cache -------------------------------------------------------------------------------------------------
+class Attach(Message):
+    """`unit_bytes` is the block's bytes rounded up to 4 KiB; `held` names leases kept through a restart of the host cache."""
+
+    worker: str  # name-pid-boot
+    unit_bytes: Annotated[int, Meta(ge=4096, le=2**40)]
+    held: list[int] = []
+
+
+class Reserve(Message):
+    ask: int
+    request_id: str
+    nbytes: Annotated[int, Meta(ge=1, le=2**53)]
+
+
+class Commit(Message):
+    lease: int
+    checksum: int
+    position: int  # cells in the image
+
+
+class Release(Message):
+    lease: int
+
+
+class Reclaimed(Message):
+    slab: int
+
+
+class GetBudget(Message):
+    """From the router: an observer that never attaches."""
+
+
+# host cache -> worker, router -----------------------------------------------------------------------------------------
+class Attached(Message):
+    """Comes with the arena's descriptor."""
+
+    generation: int
+    arena_bytes: int
+    slab_bytes: int
+
+
+class Granted(Message):
+    ask: int
+    lease: int
+    extents: list[tuple[int, int]]  # (offset, bytes) in the arena, multiples of the unit
+
+
+class Denied(Message):
+    ask: int
+    reason: Literal["full", "fragmented", "memory", "not_attached", "too_many"]
+
+
+class Reclaim(Message):
+    slab: int
+
+
+class Budget(Message):
+    """`used`: bytes of live leases. `held`: bytes of resident slabs; held <= budget always."""
+
+    budget_bytes: int
+    used_bytes: int
+    held_bytes: int
+    leases: int
+    generation: int
+
+
+ClientToRouter = Generate | Cancel | Park | Resume | Credit | GetStatus
+RouterToClient = Accepted | Rejected | Tokens | Notice | Finished | Status
+RouterToWorker = Submit | Cancel | Park | Resume | Drain | Ping
+WorkerToRouter = Hello | Tokens | Notice | Finished | Load | Goodbye
+ToHostCache = Attach | Reserve | Commit | Release | Reclaimed | GetBudget
+FromHostCache = Attached | Granted | Denied | Reclaim | Budget
