@@ -9,10 +9,11 @@ import re
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_type_hints
+from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 import msgspec
 from msgspec import Meta, Struct
+from msgspec.structs import FieldInfo
 
 
 class ConfigError(ValueError):
@@ -49,11 +50,33 @@ _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*(?:([kmgt])(i?)b?|b?)\s*", re.IGNORECA
 
 
 def env_name(field: str) -> str:
+    """The environment variable of a setting: `park_ram` is PARKADE_PARK_RAM."""
     return "PARKADE_" + field.upper()
 
 
 def flag_name(field: str) -> str:
+    """The flag of a setting: `park_ram` is --park-ram."""
     return "--" + field.replace("_", "-")
+
+
+def is_switch(field: FieldInfo) -> bool:
+    """Whether the setting is a bare flag without a value."""
+    return field.type is bool or getattr(field.type, "__origin__", None) is bool
+
+
+def metavar(field: FieldInfo) -> str:
+    """What the help shows for the value: the choices, or the kind of value."""
+    kind = field.type.__origin__
+    if get_origin(kind) is Literal:
+        return "|".join(get_args(kind))
+    return {int: "N", float: "SECONDS"}.get(kind, "TEXT")
+
+
+def help_text(field: FieldInfo) -> str:
+    """The setting's description and default, as one line of help."""
+    (meta,) = field.type.__metadata__
+    shown = "" if is_switch(field) or field.default == "" else f" [default: {field.default}]"
+    return f"{meta.description}{shown}"
 
 
 def size_bytes(text: str) -> int:
