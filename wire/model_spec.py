@@ -1,0 +1,182 @@
+"""What a model is, apart from its numbers: its shape (ModelSpec), its tensors' names, shapes and places, and its user errors."""
+
+from msgspec import Struct
+
+
+class ModelError(ValueError):
+    """A model that cannot be served; the text is one line that names the file and the thing."""
+
+
+class RopeSpec(Struct, frozen=True):
+    """Rotary positions: frequency of pair j is `theta**(-2j/head_dim)`, changed by `kind`, then divided by `factors[j]` if given.
+
+    kind "linear" divides every frequency by `factor`; "llama3" and "yarn" are the formulas of transformers' rope_utils
+    (`original_context` is their `original_max_position_embeddings`). `attention_factor` scales cos and sin of yarn; None
+    means `0.1 * ln(factor) + 1`. `factors` (head_dim / 2 divisors) come from a GGUF file's `rope_freqs.weight`.
+    """
+
+    theta: float = 10000.0
+    kind: str = "default"  # default, linear, llama3, yarn
+    factor: float = 1.0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_context: int = 0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    attention_factor: float | None = None
+    truncate: bool = True  # yarn: round the ramp's ends to whole dimensions
+    factors: tuple[float, ...] = ()
+
+
+class ModelSpec(Struct, frozen=True):
+    """The shape of a decoder-only transformer with RMSNorm, rotary grouped-query attention and a SiLU-gated MLP.
+
+    `arch` names the family; everything that changes the arithmetic has a field of its own, so nobody needs to branch on
+    `arch`, with one exception: GGUF files of arch "llama" store the rows of q and k (and their biases) permuted to
+    interleaved rotary pairs. `vocab` is the number of rows of the embedding (a tokenizer may know fewer ids).
+    """
+
+    arch: str  # llama, qwen2, qwen3
+    num_layers: int
+    hidden: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    intermediate: int
+    vocab: int
+    rms_eps: float
+    rope: RopeSpec
+    tied: bool
+    qkv_bias: bool
+    o_bias: bool
+    qk_norm: bool
+    mlp_bias: bool
+    max_context: int
+
+
+class TensorInfo(Struct, frozen=True):
+    """Where a tensor's bytes lie: `nbytes` from `offset` of `file`. `shape` in torch order (rows first); `dtype` is F32, F16,
+    BF16 or the name of a GGUF quantisation such as Q4_1."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    file: str
+    offset: int
+    nbytes: int
+
+
+MAX_LAYERS = 4096  # a sanity bound: a damaged header must not make anybody list tensors for minutes
+
+_LAYER_NAMES = {  # uniform name -> (GGUF, Hugging Face), within a layer
+    "attn_norm": ("attn_norm.weight", "input_layernorm.weight"),
+    "q": ("attn_q.weight", "self_attn.q_proj.weight"),
+    "k": ("attn_k.weight", "self_attn.k_proj.weight"),
+    "v": ("attn_v.weight", "self_attn.v_proj.weight"),
+    "o": ("attn_output.weight", "self_attn.o_proj.weight"),
+    "q_bias": ("attn_q.bias", "self_attn.q_proj.bias"),
+    "k_bias": ("attn_k.bias", "self_attn.k_proj.bias"),
+    "v_bias": ("attn_v.bias", "self_attn.v_proj.bias"),
+    "o_bias": ("attn_output.bias", "self_attn.o_proj.bias"),
+    "q_norm": ("attn_q_norm.weight", "self_attn.q_norm.weight"),
+    "k_norm": ("attn_k_norm.weight", "self_attn.k_norm.weight"),
+    "mlp_norm": ("ffn_norm.weight", "post_attention_layernorm.weight"),
+    "gate": ("ffn_gate.weight", "mlp.gate_proj.weight"),
+    "up": ("ffn_up.weight", "mlp.up_proj.weight"),
+    "down": ("ffn_down.weight", "mlp.down_proj.weight"),
+    "gate_bias": ("ffn_gate.bias", "mlp.gate_proj.bias"),
+    "up_bias": ("ffn_up.bias", "mlp.up_proj.bias"),
+    "down_bias": ("ffn_down.bias", "mlp.down_proj.bias"),
+}
+_TOP_NAMES = {
+    "embed": ("token_embd.weight", "model.embed_tokens.weight"),
+    "norm": ("output_norm.weight", "model.norm.weight"),
+    "head": ("output.weight", "lm_head.weight"),
+}
+_COLUMN = {"gguf": 0, "hf": 1}
+_LAYER_PREFIX = {"gguf": "blk.{}.", "hf": "model.layers.{}."}
+
+
+def layer_prefix(kind: str) -> str:
+    """What the names of a layer's tensors begin with in files of `kind`, with `{}` for the layer's number."""
+    return _LAYER_PREFIX[kind]
+
+
+def tensor_names(spec: ModelSpec, kind: str) -> dict[str, str]:
+    """Uniform name -> name in files of `kind` ("gguf" or "hf"), for every tensor that this spec needs and no other."""
+    return {name: _file_name(name, kind) for name in tensor_shapes(spec)}
+
+
+def tensor_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
+    """Uniform name -> shape in torch order (a linear layer is [out, in]), for every tensor that this spec needs."""
+    q_rows, kv_rows = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
+    layer: dict[str, tuple[int, ...]] = {
+        "attn_norm": (spec.hidden,),
+        "q": (q_rows, spec.hidden),
+        "k": (kv_rows, spec.hidden),
+        "v": (kv_rows, spec.hidden),
+        "o": (spec.hidden, q_rows),
+        "mlp_norm": (spec.hidden,),
+        "gate": (spec.intermediate, spec.hidden),
+        "up": (spec.intermediate, spec.hidden),
+        "down": (spec.hidden, spec.intermediate),
+    }
+    if spec.qkv_bias:
+        layer |= {"q_bias": (q_rows,), "k_bias": (kv_rows,), "v_bias": (kv_rows,)}
+    if spec.o_bias:
+        layer |= {"o_bias": (spec.hidden,)}
+    if spec.qk_norm:
+        layer |= {"q_norm": (spec.head_dim,), "k_norm": (spec.head_dim,)}
+    if spec.mlp_bias:
+        layer |= {"gate_bias": (spec.intermediate,), "up_bias": (spec.intermediate,), "down_bias": (spec.hidden,)}
+    shapes: dict[str, tuple[int, ...]] = {"embed": (spec.vocab, spec.hidden), "norm": (spec.hidden,)}
+    if not spec.tied:
+        shapes["head"] = (spec.vocab, spec.hidden)
+    for i in range(spec.num_layers):
+        shapes |= {f"layers.{i}.{name}": shape for name, shape in layer.items()}
+    return shapes
+
+
+def check_spec(spec: ModelSpec, where: str) -> ModelSpec:
+    """`spec` itself if its numbers make sense together; ModelError, beginning with `where`, if not."""
+    for field in ("num_layers", "hidden", "num_heads", "num_kv_heads", "head_dim", "intermediate", "vocab", "max_context"):
+        if not 1 <= (value := getattr(spec, field)) <= 2**31:
+            raise ModelError(f"{where}: {field} is {value}")
+    if spec.num_layers > MAX_LAYERS:
+        raise ModelError(f"{where}: {spec.num_layers} layers are more than {MAX_LAYERS}")
+    if spec.num_heads % spec.num_kv_heads:
+        raise ModelError(f"{where}: {spec.num_heads} query heads are no multiple of {spec.num_kv_heads} key-value heads")
+    if spec.head_dim % 2:
+        raise ModelError(f"{where}: the head dimension {spec.head_dim} is odd, rotary positions need pairs")
+    for field, value in (("rms_eps", spec.rms_eps), ("rope theta", spec.rope.theta), ("rope factor", spec.rope.factor)):
+        if not 0 < value < float("inf"):
+            raise ModelError(f"{where}: {field} is {value}")
+    if spec.rope.kind in ("llama3", "yarn") and spec.rope.original_context < 1:
+        raise ModelError(f"{where}: {spec.rope.kind} rope scaling without the original context length")
+    if spec.rope.kind == "llama3" and not 0 < spec.rope.low_freq_factor < spec.rope.high_freq_factor:
+        raise ModelError(f"{where}: llama3 rope scaling needs low_freq_factor below high_freq_factor")
+    return spec
+
+
+def scaled_context(context: int, rope: RopeSpec) -> int:
+    """Tokens that a model of `context` trained positions takes with its rope scaling (as other servers count it)."""
+    match rope.kind:
+        case "linear":
+            return int(context * max(rope.factor, 1.0))
+        case "yarn":
+            return max(context, int(rope.original_context * rope.factor))
+        case _:  # llama3 files already state the long context
+            return context
+
+
+def one_line(error: BaseException | str) -> str:
+    """A message with its line breaks removed and its length bounded."""
+    text = " ".join(str(error).split())
+    return text if len(text) <= 300 else text[:297] + "..."
+
+
+def _file_name(name: str, kind: str) -> str:
+    column = _COLUMN[kind]
+    if name in _TOP_NAMES:
+        return _TOP_NAMES[name][column]
+    _, layer, part = name.split(".")
+    return _LAYER_PREFIX[kind].format(layer) + _LAYER_NAMES[part][column]
