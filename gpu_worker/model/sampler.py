@@ -1,0 +1,200 @@
+"""Draws the next tokens from logits: penalties, filters, then Gumbel-max with noise that is a function of (seed, position, token).
+
+A row's result depends on its own logits, tokens and settings only, never on its company in the batch. No sorted order of
+the vocabulary and no cumulative sum decides a draw, so a last-bit change of a logit moves a token as rarely as in greedy.
+"""
+
+from math import isfinite, log
+
+import numpy as np
+import torch
+from msgspec import Struct
+from torch import Tensor
+
+from wire.messages import Logprob, Sampling
+
+_MASK = 2**64 - 1
+_GOLDEN = 0x9E3779B97F4A7C15
+_MIX = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB))
+
+
+class SampleRow(Struct, frozen=True):
+    """What a row's draw depends on beside its logits."""
+
+    sampling: Sampling  # with its seed
+    position: int  # index of the drawn token in the sequence
+    tokens: list[int]  # prompt and output before `position` (what follows is ignored)
+    prompt_len: int
+    banned: tuple[int, ...] = ()  # ids that may not be drawn
+
+
+class Sampled(Struct, frozen=True):
+    """The drawn token; or `error`, one line for the user, and no token."""
+
+    token: int
+    logprob: Logprob | None = None
+    error: str = ""
+
+
+_NOT_FINITE = Sampled(-1, error="the model's logits are not finite")
+_NONE_LEFT = Sampled(-1, error="every token is banned")
+
+
+def sample(logits: Tensor, rows: list[SampleRow]) -> list[Sampled]:
+    """One draw a row from float32 logits [n, vocab]. Temperature 0 is greedy; ties go to the lower id."""
+    values = logits.numpy()
+    best = values.argmax(1).tolist() if len(rows) else []
+    return [_draw(values[i], token, row) for i, (token, row) in enumerate(zip(best, rows, strict=True))]
+
+
+def token_logprobs(logits: Tensor, targets: list[int], top: int) -> list[Logprob]:
+    """Log probability of target i under row i of float32 logits [n, vocab], with the `top` most likely ids beside it."""
+    return [_logprob(row, target, top) for row, target in zip(logits.numpy(), targets, strict=True)]
+
+
+def gumbel(seed: int, position: int, ids: np.ndarray) -> np.ndarray:
+    """Standard Gumbel noise, float64, for token ids (uint64): a pure function of (seed, position, id)."""
+    hashed = ids * np.uint64(_GOLDEN)
+    hashed += np.uint64(stream_key(seed, position))
+    shifted = np.empty_like(hashed)
+    for shift, factor in _MIX:
+        np.right_shift(hashed, np.uint64(shift), out=shifted)
+        hashed ^= shifted
+        hashed *= np.uint64(factor)
+    np.right_shift(hashed, np.uint64(31), out=shifted)
+    hashed ^= shifted
+    hashed >>= np.uint64(12)
+    noise = hashed.astype(np.float64)  # 52 bits, so that adding a half is exact and 0 < u < 1
+    noise += 0.5
+    noise *= 2.0**-52
+    for _ in range(2):
+        np.log(noise, out=noise)
+        np.negative(noise, out=noise)
+    return noise
+
+
+def stream_key(seed: int, position: int) -> int:
+    """Where the counter hash of one draw starts: 64 bits."""
+    return _mix64(_mix64(seed & _MASK) + position * _GOLDEN & _MASK)
+
+
+def _mix64(x: int) -> int:
+    """The finaliser of SplitMix64."""
+    for shift, factor in _MIX:
+        x = (x ^ (x >> shift)) * factor & _MASK
+    return x ^ (x >> 31)
+
+
+# one row --------------------------------------------------------------------------------------------------------------
+def _draw(raw: np.ndarray, best: int, row: SampleRow) -> Sampled:
+    if not isfinite(raw[best]):  # argmax finds a NaN or +inf first; -inf only if there is nothing else
+        return _NOT_FINITE
+    sampling = row.sampling
+    changed = _changed(raw, row)
+    if changed is not None:
+        best = int(changed.argmax())
+        if not isfinite(changed[best]):
+            return _NONE_LEFT
+    if sampling.temperature > 0:
+        best = _gumbel_max(raw if changed is None else changed, best, row)
+    if sampling.logprobs is None:
+        return Sampled(best)
+    return Sampled(best, _logprob(raw, best, sampling.logprobs))
+
+
+def _changed(raw: np.ndarray, row: SampleRow) -> np.ndarray | None:
+    """The logits after penalties, bias and bans, in this order; None if nothing changes them."""
+    s = row.sampling
+    penalised = s.repetition_penalty != 1 or s.presence_penalty or s.frequency_penalty
+    if not penalised and not s.logit_bias and not row.banned:
+        return None
+    logits = raw.copy()
+    if s.repetition_penalty != 1:
+        seen = _unique(row.tokens[: row.position], len(raw))[0]
+        values = logits[seen]
+        logits[seen] = np.where(values > 0, values / np.float32(s.repetition_penalty), values * np.float32(s.repetition_penalty))
+    if s.presence_penalty or s.frequency_penalty:
+        seen, counts = _unique(row.tokens[row.prompt_len : row.position], len(raw))
+        logits[seen] -= np.float32(s.presence_penalty) + np.float32(s.frequency_penalty) * counts.astype(np.float32)
+    for token, bias in s.logit_bias.items():
+        if token < len(logits):
+            logits[token] += np.float32(bias)
+    for token in row.banned:
+        if token < len(logits):
+            logits[token] = -np.inf
+    return logits
+
+
+def _unique(tokens: list[int], vocab: int) -> tuple[np.ndarray, np.ndarray]:
+    ids, counts = np.unique(np.array(tokens, dtype=np.int64), return_counts=True)
+    known = ids < vocab
+    return ids[known], counts[known]
+
+
+def _gumbel_max(logits: np.ndarray, best: int, row: SampleRow) -> int:
+    """argmax over the ids that the filters leave of logit / T + Gumbel noise."""
+    s = row.sampling
+    scaled = (logits - logits[best]) / np.float32(s.temperature)  # at most 0, so a tiny T overflows to -inf only
+    kept = _filtered(scaled, s)
+    seed = s.seed or 0
+    if kept is None:
+        noise = gumbel(seed, row.position, _all_ids(len(scaled)))
+        noise += scaled
+        return int(noise.argmax())
+    noise = gumbel(seed, row.position, kept.astype(np.uint64))
+    return int(kept[(noise + scaled[kept]).argmax()])
+
+
+def _filtered(scaled: np.ndarray, s: Sampling) -> np.ndarray | None:
+    """Ascending ids that min-p, then top-k, then top-p leave; None if no filter is on. Ties are kept by lower id."""
+    kept = None
+    if s.min_p > 0:
+        kept = np.flatnonzero(scaled >= np.float32(log(s.min_p)))
+    if 0 < s.top_k < len(scaled):
+        kept = _top_k(scaled, kept, s.top_k)
+    if s.top_p < 1:
+        kept = _top_p(scaled, kept, s.top_p)
+    return kept
+
+
+def _top_k(scaled: np.ndarray, kept: np.ndarray | None, k: int) -> np.ndarray:
+    values = scaled if kept is None else scaled[kept]
+    ids = np.arange(len(scaled)) if kept is None else kept
+    return ids if k >= len(values) else ids[np.sort(_largest(values, k))]
+
+
+def _top_p(scaled: np.ndarray, kept: np.ndarray | None, top_p: float) -> np.ndarray:
+    """The shortest prefix, most likely first, whose mass reaches top_p of what is left; the first id always stays."""
+    weights = np.exp(scaled if kept is None else scaled[kept], dtype=np.float64)
+    total = float(weights.sum())
+    # All ids below this weight together have less mass than may be dropped, so none of them belongs to the prefix.
+    candidates = np.flatnonzero(weights >= (1 - top_p) * total / len(weights) * 0.999)
+    order = candidates[np.argsort(-weights[candidates], kind="stable")]
+    mass = np.cumsum(weights[order])
+    count = 1 + int(np.searchsorted(mass, top_p * total))
+    chosen = np.sort(order[:count])
+    return chosen if kept is None else kept[chosen]
+
+
+def _largest(values: np.ndarray, k: int) -> np.ndarray:
+    """Indices of the k largest values, largest first; ties by lower index."""
+    least = torch.from_numpy(values).topk(k).values[-1].item()
+    found = np.flatnonzero(values >= least)
+    return found[np.argsort(-values[found], kind="stable")[:k]]
+
+
+def _logprob(raw: np.ndarray, token: int, top: int) -> Logprob:
+    """Under softmax(raw): natural logarithms, float64 inside."""
+    highest = raw.max()
+    norm = float(highest) + log(float(np.exp(raw - highest).sum(dtype=np.float64)))
+    best = _largest(raw, min(top, len(raw))).tolist() if top else []
+    return Logprob(token, float(raw[token]) - norm, [(i, float(raw[i]) - norm) for i in best])
+
+
+_ids: dict[int, np.ndarray] = {}
+
+
+def _all_ids(vocab: int) -> np.ndarray:
+    if vocab not in _ids:
+        _ids[vocab] = np.arange(vocab, dtype=np.uint64)
+    return _ids[vocab]

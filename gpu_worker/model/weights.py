@@ -1,0 +1,153 @@
+"""Tensors of a model's files by uniform name: dequantised, or taken apart into small integers and scales.
+
+The rows of q and k in GGUF files of the llama architecture are stored for interleaved rotation; they come back in halves.
+"""
+
+from dataclasses import dataclass
+
+import gguf
+import numpy as np
+import torch
+from torch import Tensor
+
+from wire.model_files import ModelFiles
+from wire.model_spec import TensorInfo, tensor_names
+
+GROUP = 32  # weights that share a scale
+FOUR_BIT = ("Q4_0", "Q4_1", "Q4_K")
+_TORCH = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "F64": torch.float64}
+
+
+@dataclass(frozen=True, slots=True)
+class Quantised:
+    """W = quants * scale + minimum in groups of 32 along K."""
+
+    quants: np.ndarray  # [N, K]: uint8 0..15, or int8
+    scale: np.ndarray  # float16 [N, K / 32]
+    minimum: np.ndarray | None  # float16 [N, K / 32]; None: zero
+
+
+class Weights:
+    """Reads one model's tensors. Nothing is kept: each call maps the file and lets go of it."""
+
+    def __init__(self, files: ModelFiles) -> None:
+        self._files = files
+        self._spec = files.spec
+        self._names = tensor_names(files.spec, files.kind)
+
+    def kind(self, name: str) -> str:
+        """The type in the file: F32, BF16, Q4_1, ..."""
+        return self._info(name).dtype
+
+    def has(self, name: str) -> bool:
+        return name in self._names
+
+    def dense(self, name: str, dtype: torch.dtype) -> Tensor:
+        """The whole tensor in `dtype`, in memory of its own."""
+        info = self._info(name)
+        raw = self._raw(info)
+        if info.dtype in _TORCH:
+            tensor = torch.from_numpy(raw).view(_TORCH[info.dtype]).view(info.shape).to(dtype, copy=True)
+        else:
+            kind = gguf.GGMLQuantizationType[info.dtype]
+            out = torch.empty(info.shape, dtype=dtype)
+            rows = raw.reshape(info.shape[0], -1)
+            step = max(1, (4 << 20) // info.shape[-1])  # bounds the float32 copy
+            for first in range(0, len(rows), step):
+                part = gguf.quants.dequantize(rows[first : first + step], kind)
+                out[first : first + step] = torch.from_numpy(part)
+            tensor = out
+        order = self._row_order(name)
+        return tensor if order is None else tensor[torch.from_numpy(order)].contiguous()
+
+    def four_bit(self, name: str) -> Quantised | None:
+        """The tensor's own 4-bit quants (Q4_0, Q4_1, Q4_K), or None if it has another type."""
+        info = self._info(name)
+        if info.dtype not in FOUR_BIT or info.shape[-1] % GROUP:
+            return None
+        raw = self._raw(info).reshape(info.shape[0], -1)
+        match info.dtype:
+            case "Q4_0":
+                parts = _q4_0(raw)
+            case "Q4_1":
+                parts = _q4_1(raw)
+            case _:
+                parts = _q4_k(raw)
+        return self._ordered(name, parts)
+
+    def eight_bit(self, name: str) -> Quantised | None:
+        """The tensor's own 8-bit quants (Q8_0), or None if it has another type."""
+        info = self._info(name)
+        if info.dtype != "Q8_0":
+            return None
+        blocks = self._raw(info).reshape(info.shape[0], -1, 34)
+        quants = blocks[:, :, 2:].reshape(len(blocks), -1).view(np.int8)
+        return self._ordered(name, Quantised(quants, _half(blocks[:, :, :2]), None))
+
+    def _info(self, name: str) -> TensorInfo:
+        return self._files.tensors[self._names[name]]
+
+    def _raw(self, info: TensorInfo) -> np.ndarray:
+        return np.memmap(info.file, dtype=np.uint8, mode="c", offset=info.offset, shape=(info.nbytes,))
+
+    def _row_order(self, name: str) -> np.ndarray | None:
+        """File row of each wanted row, for q and k of the llama architecture in GGUF; None: as they are."""
+        spec = self._spec
+        part = name.rpartition(".")[2].removesuffix("_bias")
+        if self._files.kind != "gguf" or spec.arch != "llama" or part not in ("q", "k"):
+            return None
+        heads = spec.num_heads if part == "q" else spec.num_kv_heads
+        return np.arange(heads * spec.head_dim).reshape(heads, spec.head_dim // 2, 2).swapaxes(1, 2).reshape(-1)
+
+    def _ordered(self, name: str, parts: Quantised) -> Quantised:
+        order = self._row_order(name)
+        if order is None:
+            return parts
+        minimum = None if parts.minimum is None else parts.minimum[order]
+        return Quantised(parts.quants[order], parts.scale[order], minimum)
+
+
+def _half(two_bytes: np.ndarray) -> np.ndarray:
+    """float16 [...] of little-endian bytes [..., 2]."""
+    return np.ascontiguousarray(two_bytes).view(np.float16)[..., 0]
+
+
+def _nibbles(packed: np.ndarray) -> np.ndarray:
+    """[N, blocks, 16] bytes -> [N, blocks * 32]: low nibbles first, then high ones, as ggml orders a block."""
+    return np.concatenate([packed & 15, packed >> 4], -1).reshape(len(packed), -1)
+
+
+def _q4_0(raw: np.ndarray) -> Quantised:
+    """18 bytes a block: d, 32 nibbles; W = (q - 8) d."""
+    blocks = raw.reshape(len(raw), -1, 18)
+    scale = _half(blocks[:, :, :2])
+    return Quantised(_nibbles(blocks[:, :, 2:]), scale, scale * np.float16(-8))
+
+
+def _q4_1(raw: np.ndarray) -> Quantised:
+    """20 bytes a block: d, m, 32 nibbles; W = q d + m."""
+    blocks = raw.reshape(len(raw), -1, 20)
+    return Quantised(_nibbles(blocks[:, :, 4:]), _half(blocks[:, :, :2]), _half(blocks[:, :, 2:4]))
+
+
+def _q4_k(raw: np.ndarray) -> Quantised:
+    """144 bytes for 256 weights: d, dmin, 8 six-bit scales and minima, 128 bytes of nibbles; W = d sc q - dmin m.
+
+    The product d sc is rounded to float16 (2^-11 of the scale, a hundredth of the quantisation's own error).
+    """
+    blocks = raw.reshape(len(raw), -1, 144)
+    d, dmin = _half(blocks[:, :, :2]).astype(np.float32), _half(blocks[:, :, 2:4]).astype(np.float32)
+    packed = blocks[:, :, 4:16]
+    low, high, mixed = packed[:, :, :4], packed[:, :, 4:8], packed[:, :, 8:12]
+    scales = np.concatenate([low & 63, (mixed & 15) | ((low >> 6) << 4)], -1)
+    minima = np.concatenate([high & 63, (mixed >> 4) | ((high >> 6) << 4)], -1)
+    quants = _nibbles_k(blocks[:, :, 16:])
+    scale = (d[..., None] * scales).reshape(len(raw), -1).astype(np.float16)
+    minimum = (-dmin[..., None] * minima).reshape(len(raw), -1).astype(np.float16)
+    return Quantised(quants, scale, minimum)
+
+
+def _nibbles_k(packed: np.ndarray) -> np.ndarray:
+    """[N, blocks, 128] bytes -> [N, blocks * 256]: of each 32 bytes the low nibbles are one group, the high the next."""
+    parts = packed.reshape(len(packed), -1, 4, 32)
+    return np.stack([parts & 15, parts >> 4], 3).reshape(len(packed), -1)
