@@ -171,7 +171,8 @@ def _rope_factors(file: GgufFile, head_dim: int) -> tuple[float, ...]:
     if tensor is None:
         return ()
     if tensor.dtype != "F32" or tensor.shape != (head_dim // 2,):
-        raise ModelError(f"{file.path}: tensor rope_freqs.weight is {tensor.dtype} {list(tensor.shape)}, expected F32 [{head_dim // 2}]")
+        found = f"{tensor.dtype} {list(tensor.shape)}"
+        raise ModelError(f"{file.path}: tensor rope_freqs.weight is {found}, expected F32 [{head_dim // 2}]")
     values = np.fromfile(tensor.file, np.float32, head_dim // 2, offset=tensor.offset)
     if not (np.isfinite(values).all() and (values > 0).all()):
         raise ModelError(f"{file.path}: tensor rope_freqs.weight has values that are no divisors")
@@ -207,7 +208,8 @@ class _Parser:
         self.at = 4
         version = self._number("I")
         if version not in (2, 3):
-            raise ModelError(f"{self.path}: GGUF version {version if version < 65536 else 'big-endian'}, only 2 and 3 are supported")
+            found = version if version < 65536 else "of a big-endian machine"
+            raise ModelError(f"{self.path}: GGUF version {found}, only 2 and 3 are supported")
         tensor_count, key_count = self._number("Q"), self._number("Q")
         metadata: dict[str, Any] = {}
         for _ in range(key_count):
@@ -281,7 +283,8 @@ class _Parser:
 
     def _strings(self, count: int) -> list[str]:
         self._need(8 * count)
-        data, at, unpack = self.data, self.at, struct.Struct("<Q").unpack_from  # a vocabulary has 10^5 of them: keep the loop bare
+        # a vocabulary has 10^5 of them: the loop is kept bare
+        data, at, unpack = self.data, self.at, struct.Struct("<Q").unpack_from
         found = []
         for _ in range(count):
             (length,) = unpack(data, at)

@@ -14,18 +14,29 @@ from wire.model_spec import (
     RopeSpec,
     TensorInfo,
     layer_prefix,
+    one_line,
     tensor_names,
     tensor_shapes,
 )
 from wire.tokenizer_data import TokenizerData, gguf_tokenizer
 
-__all__ = ["ModelError", "ModelFiles", "ModelSpec", "RopeSpec", "TensorInfo", "TokenizerData", "check", "find_model", "tensor_names"]
+__all__ = [
+    "ModelError",
+    "ModelFiles",
+    "ModelSpec",
+    "RopeSpec",
+    "TensorInfo",
+    "TokenizerData",
+    "check",
+    "find_model",
+    "tensor_names",
+]
 
 EMBEDDED = "smollm2"
 _FLOATS = ("F32", "F16", "BF16")
 
 # Tokens that end an answer; they count if they are special in the vocabulary and the chat template writes them
-_TURN_ENDS = ("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end|>", "<|end_of_text|>", "<|endoftext|>", "<end_of_turn>", "<|eot|>", "</s>")
+_TURN_ENDS = ("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end|>", "<end_of_turn>", "<|eot|>", "<|end_of_text|>", "<|endoftext|>")
 # GGUF has no generation_config.json, whose list of ends usually holds the end of a document too
 _DOCUMENT_ENDS = ("<|endoftext|>", "<|end_of_text|>")
 
@@ -81,9 +92,11 @@ def check(files: ModelFiles) -> None:
 def _check_nothing_is_left(files: ModelFiles, used: set[str]) -> None:
     """A tensor in a layer that nobody would read means another model than the metadata says: wrong text, not an error later."""
     prefixes = tuple(layer_prefix(files.kind).format(i) for i in range(files.spec.num_layers))
-    for name in files.tensors.keys() - used:
+    for name in sorted(files.tensors.keys() - used):
         if name.startswith(prefixes) and not name.endswith(("rotary_emb.inv_freq", "attn_rot_embd.weight")):
-            raise ModelError(f"{files.path}: tensor {name} is not part of a {files.spec.arch} model as its metadata describes it")
+            raise ModelError(
+                f"{files.path}: tensor {one_line(name)} is not part of the {files.spec.arch} model that its metadata describes"
+            )
 
 
 def _embedded() -> Path:
@@ -144,5 +157,5 @@ def _hf_files(name: str, path: Path) -> ModelFiles:
         chat_template=folder.chat_template,
         bos_token=folder.bos_token,
         eos_token=folder.eos_token,
-        add_bos=folder.add_bos,
+        add_bos=folder.tokenizer.add_bos,
     )

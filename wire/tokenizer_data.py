@@ -34,6 +34,7 @@ _TEKKEN_SPLIT = (
     r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
     r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+_GPT2_SPLIT = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 _GPT2 = PreTokenizer(gpt2=True)
 _DIGITS = PreTokenizer(gpt2=True, digits=True)
 _LLAMA3 = PreTokenizer(splits=(_LLAMA3_SPLIT,), ignore_merges=True, add_bos=True)
@@ -61,13 +62,17 @@ PRE_TOKENIZERS = {
     "deepseek-r1-qwen": PreTokenizer(splits=(_QWEN2_SPLIT,)),
     "qwen35": PreTokenizer(splits=(_QWEN35_SPLIT,), nfc=True),
     "tekken": PreTokenizer(splits=(_TEKKEN_SPLIT,), ignore_merges=True, add_bos=True),
-    "default": PreTokenizer(splits=(r"[\p{P}\$\+<=>\^~\|]+",), gpt2=True, digits=False),
+    "default": PreTokenizer(splits=(r"[\p{P}\$\+<=>\^~\|]+", _GPT2_SPLIT, r"\p{N}+", r"[0-9][0-9][0-9]")),
 }
 
 
 class TokenizerData(Struct, frozen=True):
     """Everything that a tokenizer needs. kind "json": `json` is a tokenizer.json; "bpe" (byte-level) and "spm"
-    (SentencePiece's byte-pair merges by score) come from GGUF and use the other fields."""
+    (SentencePiece's byte-pair merges by score) come from GGUF and use the other fields.
+
+    `post_process`: what is added around a text is the business of tokenizer.json's post-processor; if not, `add_bos` and
+    `add_eos` say it.
+    """
 
     kind: Literal["json", "bpe", "spm"]
     file: str  # for messages
@@ -83,6 +88,7 @@ class TokenizerData(Struct, frozen=True):
     add_bos: bool = False
     add_eos: bool = False
     add_space_prefix: bool = False
+    post_process: bool = False
 
     @property
     def control_ids(self) -> dict[str, int]:
@@ -116,8 +122,8 @@ def gguf_tokenizer(file: GgufFile) -> TokenizerData:
         scores = get("scores", list)
         if len(scores) != len(tokens) or not all(isinstance(s, (int, float)) for s in scores):
             raise ModelError(f"{file.path}: tokenizer.ggml.scores does not match the {len(tokens)} tokens")
-        prefix = get("add_space_prefix", bool, True)
-        return TokenizerData(kind="spm", scores=scores, add_bos=get("add_bos_token", bool, True), add_space_prefix=prefix, **common)
+        add_bos, prefix = get("add_bos_token", bool, True), get("add_space_prefix", bool, True)
+        return TokenizerData(kind="spm", scores=scores, add_bos=add_bos, add_space_prefix=prefix, **common)
     name = get("pre", str)
     pre = PRE_TOKENIZERS.get(name)
     if pre is None:
@@ -141,13 +147,43 @@ class _TokenizerJson(Struct):
     decoder: Any = None
 
 
-def json_tokenizer(path: str, data: bytes) -> tuple[TokenizerData, dict[str, int]]:
-    """A tokenizer.json as it is, and text -> id of its special tokens; ModelError if it cannot be parsed."""
+def json_tokenizer(
+    path: str, data: bytes, bos: str = "", eos: str = "", add_bos: bool | None = None, add_eos: bool | None = None
+) -> tuple[TokenizerData, dict[str, int]]:
+    """A tokenizer.json as it is, and text -> id of its special tokens; ModelError if it cannot be parsed.
+
+    `add_bos` and `add_eos` are the settings of tokenizer_config.json; None leaves the matter to the post-processor.
+    """
     try:
         parsed = msgspec.json.decode(data, type=_TokenizerJson)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ModelError(f"{path}: {one_line(error)}") from None
-    return TokenizerData(kind="json", file=path, json=data), {t.content: t.id for t in parsed.added_tokens if t.special}
+    special = {t.content: t.id for t in parsed.added_tokens if t.special}
+    added = {t.content: t.id for t in parsed.added_tokens}
+    bos_id, eos_id = added.get(bos), added.get(eos)
+    post_process = add_bos is None and add_eos is None and parsed.post_processor is not None
+    found = TokenizerData(
+        kind="json",
+        file=path,
+        json=data,
+        bos_id=bos_id,
+        eos_id=eos_id,
+        add_bos=_begins_with(parsed.post_processor, bos) if post_process else bool(add_bos) and bos_id is not None,
+        add_eos=bool(add_eos) and eos_id is not None,
+        post_process=post_process,
+    )
+    return found, special
+
+
+def _begins_with(post_processor: Any, bos: str) -> bool:
+    """Whether a post-processor, or one in its sequence, puts `bos` before a text."""
+    match post_processor:
+        case {"type": "TemplateProcessing", "single": [{"SpecialToken": {"id": first}}, *_]}:
+            return bool(bos) and first == bos
+        case {"type": "Sequence", "processors": list(parts)}:
+            return any(_begins_with(part, bos) for part in parts)
+        case _:
+            return False
 
 
 def _strings(file: GgufFile, key: str) -> list[str]:
