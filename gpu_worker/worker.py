@@ -1,0 +1,170 @@
+"""The worker's loop: messages in, a plan, its actions, one step, a bounded piece of copying. It decides nothing."""
+
+import time
+
+import zmq
+
+from gpu_worker.parking import Parking
+from gpu_worker.policy import events
+from gpu_worker.policy.scheduler import Scheduler
+from gpu_worker.runner import Runner
+from wire import messages
+from wire.codec import Decoder, ProtocolError, frames
+from wire.service import log, notify
+
+COPY_BYTES_PER_STEP = 4 << 20  # about 1 ms with its checksum: what neighbours wait for a park or a resume
+COPY_BYTES_IDLE = 64 << 20  # when no row runs; still bounded, so that messages are heard
+HEARTBEAT_S = 0.2
+ROUTER_SILENT_S = 10.0  # the router pings four times a second; after this long its requests are orphans
+HELLO_AGAIN_S = 1.0
+WATCHDOG_S = 2.0
+_DECODER: Decoder[messages.RouterToWorker] = Decoder(messages.RouterToWorker)
+
+
+class Worker:
+    """Owns the scheduler, the runner, the socket to the router and the parking of one device."""
+
+    def __init__(self, hello: messages.Hello, socket: zmq.Socket, scheduler: Scheduler, runner: Runner, parking: Parking) -> None:
+        self.hello = hello
+        self.socket = socket
+        self.scheduler = scheduler
+        self.runner = runner
+        self.parking = parking
+        self.step = 0
+        self.draining = False
+        self.stopping = False  # set by SIGTERM
+        self._loaded_at = 0.0
+        self._heard_at = time.monotonic()
+        self._hello_at = 0.0
+        self._watchdog_at = 0.0
+        self._unknown_frames = 0
+
+    def run(self) -> None:
+        """Until SIGTERM, or until drained. Says Goodbye at the end, so that the router need not find out."""
+        self._say_hello(time.monotonic())
+        wait_s: float | None = 0.0
+        while not self.stopping and not (self.draining and self.scheduler.idle):
+            self._receive(wait_s)
+            now = time.monotonic()
+            plan = self.scheduler.plan(now)
+            self._act(plan.actions, now)
+            if plan.rows:
+                self.step += 1
+                self._handle(self.runner.step(plan))
+            if self.parking.copying:
+                for event in self.parking.copy(COPY_BYTES_PER_STEP if plan.rows else COPY_BYTES_IDLE):
+                    self._handle(event)
+            now = time.monotonic()
+            self._tend(now)
+            wait_s = 0.0 if plan.rows or plan.actions or self.parking.copying else self._wait_s(now)
+        self._act(self.scheduler.plan(time.monotonic()).actions, time.monotonic())
+        self._send(messages.Goodbye("drained" if self.draining else "stopped"))
+        self.parking.close()
+        self.socket.close()
+
+    # in -------------------------------------------------------------------------------------------------------------------
+    def _receive(self, wait_s: float | None) -> None:
+        """Hand everything that has arrived to the scheduler; wait up to `wait_s` for the first of it."""
+        if wait_s:
+            poller = zmq.Poller()
+            poller.register(self.socket, zmq.POLLIN)
+            if (fd := self.parking.fileno()) is not None:
+                poller.register(fd, zmq.POLLIN)
+            poller.poll(wait_s * 1000)
+        while True:
+            try:
+                parts = self.socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                break
+            self._hear(parts)
+        for event in self.parking.poll(time.monotonic()):
+            self._handle(event)
+
+    def _hear(self, parts: list[bytes]) -> None:
+        try:
+            message = _DECODER.decode(parts)
+        except ProtocolError as error:
+            self._unknown_frames += 1
+            log.warning("dropped a message of the router: %s", error)
+            return
+        self._heard_at = time.monotonic()
+        match message:
+            case messages.Submit():
+                self._handle(events.Submitted(message))
+            case messages.Cancel(request_id):
+                self._handle(events.CancelRequested(request_id))
+            case messages.Park(request_id, reason):
+                self._handle(events.ParkRequested(request_id, reason))
+            case messages.Resume(request_id, reason):
+                self._handle(events.ResumeRequested(request_id, reason))
+            case messages.Ping():
+                self._send_load(self._heard_at)
+            case messages.Drain():
+                self.draining = True
+
+    def _handle(self, event: events.Event) -> None:
+        self.scheduler.handle(event, time.monotonic())
+
+    # out ------------------------------------------------------------------------------------------------------------------
+    def _act(self, actions: list[events.Action], now: float) -> None:
+        """Parking first, then a Load, then the streams: who sees a stream's end also sees the state after it."""
+        for action in actions:
+            if isinstance(action, events.Reserve | events.Save | events.Load | events.ReleaseLease):
+                self.parking.act(action, now)
+        if any(isinstance(action, events.Finish | events.Notify) for action in actions):
+            self._send_load(now)
+        for action in actions:
+            match action:
+                case events.Emit(request_id, offset, tokens, logprobs, prompt_offset, prompt_logprobs):
+                    self._send(messages.Tokens(request_id, offset, tokens, logprobs, prompt_offset, prompt_logprobs))
+                case events.Notify(request_id, event, kind, mode, parked_ms, usage):
+                    self._send(messages.Notice(request_id, event, kind, mode, parked_ms, usage))
+                case events.Finish(request_id, reason, usage, error, code):
+                    self._send(messages.Finished(request_id, reason, usage, error, code))
+
+    def _send(self, message: messages.Message) -> None:
+        """To the router. A full pipe means that it is stuck or gone: waiting a little bounds memory, and what is lost is
+        replayed from its ledger."""
+        try:
+            self.socket.send_multipart(frames(message), zmq.NOBLOCK)
+        except zmq.Again:
+            if self.socket.poll(1000, zmq.POLLOUT):
+                self.socket.send_multipart(frames(message), zmq.NOBLOCK)
+            else:
+                log.warning("the router takes nothing; dropped %s", type(message).__name__)
+
+    def _send_load(self, now: float) -> None:
+        self._loaded_at = now
+        load = self.scheduler.load()
+        self._send(
+            messages.Load(
+                self.step, load.cells, load.waiting, load.running, load.parked, load.slots, load.counters, self.parking.connected
+            )
+        )
+
+    def _say_hello(self, now: float) -> None:
+        self._hello_at = now
+        self._send(self.hello)
+        self._send_load(now)
+
+    # time -----------------------------------------------------------------------------------------------------------------
+    def _tend(self, now: float) -> None:
+        """Heartbeat, watchdog, and the router's silence."""
+        if now - self._loaded_at >= HEARTBEAT_S and not self.scheduler.idle:
+            self._send_load(now)
+        if now - self._watchdog_at >= WATCHDOG_S:
+            self._watchdog_at = now
+            notify("WATCHDOG=1")
+        silent_s = now - self._heard_at
+        if silent_s >= HELLO_AGAIN_S and now - self._hello_at >= HELLO_AGAIN_S:
+            self._say_hello(now)  # a restarted router does not know us
+        if silent_s >= ROUTER_SILENT_S and not self.scheduler.idle:
+            log.warning("nothing heard from the router for %.0f s; ending its %d sequences", silent_s, len(self.scheduler.sequences))
+            for request_id in list(self.scheduler.sequences):
+                self._handle(events.CancelRequested(request_id))
+            self._heard_at = now
+
+    def _wait_s(self, now: float) -> float:
+        """Until the nearest deadline of anybody."""
+        waits = [HEARTBEAT_S, self.scheduler.wait_s(now), self.parking.wait_s(now)]
+        return max(0.001, min(wait for wait in waits if wait is not None))

@@ -1,0 +1,79 @@
+"""A parked, recomputed, replayed or accompanied run equals the solo run: ids, bytes and log probabilities."""
+
+import signal
+
+import pytest
+from tests.system.stack import Answer, Stack, prompt, stream, together
+
+KINDS = {"greedy": {"temperature": 0}, "seeded": {"temperature": 0.9, "top_p": 0.95, "seed": 7}}
+ctx = 2048
+
+
+def one(stack: Stack, kind: str, tokens: int, **body: object) -> Answer:
+    return together(request(stack, kind, tokens, **body))[0]
+
+
+def request(stack: Stack, kind: str, tokens: int, **body: object):
+    return stream(stack.url, prompt=prompt(1), max_tokens=tokens, logprobs=1, **KINDS[kind], **body)
+
+
+def company(stack: Stack, tokens: int) -> list:
+    return [stream(stack.url, prompt=prompt(2 + i, 60 + 40 * i), max_tokens=tokens, temperature=1.0, seed=i) for i in range(3)]
+
+
+def assert_equal(answer: Answer, solo: Answer) -> None:
+    assert answer.ids == solo.ids
+    assert answer.text == solo.text
+    assert answer.logprobs == solo.logprobs
+
+
+FAST = pytest.param("auto", 400, id="int4")
+SLOW = [pytest.param("bf16", 400, id="bf16", marks=pytest.mark.long), pytest.param("f32", 400, id="f32", marks=pytest.mark.long)]
+SHORT = [pytest.param("f32", 120, id="f32-short")]
+
+
+@pytest.mark.parametrize(("dtype", "tokens"), [FAST, *SHORT, *SLOW])
+def test_parked_recomputed_accompanied_and_replayed_runs_equal_the_solo_run(tmp_path, dtype, tokens):
+    with Stack(tmp_path / "solo", ctx=ctx, dtype=dtype) as stack:
+        solo = {kind: one(stack, kind, tokens) for kind in KINDS}
+        assert all(len(answer.ids) == tokens and answer.parkade["exact"] and not answer.parkade["parks"] for answer in solo.values())
+        assert solo["greedy"].ids != solo["seeded"].ids
+    with Stack(tmp_path / "saved", ctx=ctx, dtype=dtype, park_every=50) as stack:
+        for kind in KINDS:
+            answer = one(stack, kind, tokens)
+            assert_equal(answer, solo[kind])
+            assert answer.parkade["parks"] == (tokens - 1) // 50
+            assert answer.parkade["recomputed_tokens"] == 0
+        assert stack.metric("parkade_preempt_total", kind="forced") == 2 * ((tokens - 1) // 50)
+    # everything recomputed, in company, and a worker that is killed in the middle
+    with Stack(tmp_path / "recomputed", ctx=ctx, dtype=dtype, park_every=50, park_ram="0", step_tokens=48, no_reuse=True) as stack:
+        for kind in KINDS:
+            answer = one(stack, kind, tokens)
+            assert_equal(answer, solo[kind])
+            assert answer.parkade["recomputed_tokens"] > tokens
+        answer, *others = together(request(stack, "seeded", tokens), *company(stack, tokens))
+        assert_equal(answer, solo["seeded"])
+        assert all(len(other.ids) == tokens for other in others)
+        killed = []
+
+        def kill_once(answer: Answer) -> None:
+            if len(answer.ids) >= tokens // 2 and not killed:
+                killed.append(stack.pid_of("gpu_worker"))
+                stack.kill("gpu_worker", signal.SIGKILL)
+
+        answer, *others = together(request(stack, "greedy", tokens, on_tokens=kill_once), *company(stack, tokens))
+        assert killed
+        assert_equal(answer, solo["greedy"])
+        assert all(len(other.ids) == tokens and other.done for other in others)
+
+
+@pytest.mark.parametrize("step_tokens", [1, 7, 33, 200])
+def test_the_size_of_a_prefill_chunk_changes_nothing(tmp_path, step_tokens, reference):
+    with Stack(tmp_path / "run", ctx=ctx, step_tokens=step_tokens) as stack:
+        assert_equal(one(stack, "greedy", 60), reference)
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory) -> Answer:
+    with Stack(tmp_path_factory.mktemp("reference") / "run", ctx=ctx) as stack:
+        return one(stack, "greedy", 60)
