@@ -71,7 +71,9 @@ class TokenizerData(Struct, frozen=True):
     (SentencePiece's byte-pair merges by score) come from GGUF and use the other fields.
 
     `post_process`: what is added around a text is the business of tokenizer.json's post-processor; if not, `add_bos` and
-    `add_eos` say it.
+    `add_eos` say it. `byte_level`: the letters of a token stand for bytes (GPT-2's alphabet); if not, the token is text in
+    which U+2581 stands for a space. `byte_tokens`: tokens <0x00> to <0xFF> are bytes. `strip_space`: a text's first space
+    is the tokenizer's own and not shown.
     """
 
     kind: Literal["json", "bpe", "spm"]
@@ -89,6 +91,9 @@ class TokenizerData(Struct, frozen=True):
     add_eos: bool = False
     add_space_prefix: bool = False
     post_process: bool = False
+    byte_level: bool = True
+    byte_tokens: bool = False
+    strip_space: bool = False
 
     @property
     def control_ids(self) -> dict[str, int]:
@@ -123,7 +128,8 @@ def gguf_tokenizer(file: GgufFile) -> TokenizerData:
         if len(scores) != len(tokens) or not all(isinstance(s, (int, float)) for s in scores):
             raise ModelError(f"{file.path}: tokenizer.ggml.scores does not match the {len(tokens)} tokens")
         add_bos, prefix = get("add_bos_token", bool, True), get("add_space_prefix", bool, True)
-        return TokenizerData(kind="spm", scores=scores, add_bos=add_bos, add_space_prefix=prefix, **common)
+        form = {"add_space_prefix": prefix, "strip_space": prefix, "byte_level": False, "byte_tokens": True}
+        return TokenizerData(kind="spm", scores=scores, add_bos=add_bos, **form, **common)
     name = get("pre", str)
     pre = PRE_TOKENIZERS.get(name)
     if pre is None:
@@ -171,8 +177,37 @@ def json_tokenizer(
         add_bos=_begins_with(parsed.post_processor, bos) if post_process else bool(add_bos) and bos_id is not None,
         add_eos=bool(add_eos) and eos_id is not None,
         post_process=post_process,
+        **_text_form(path, parsed.decoder),
     )
     return found, special
+
+
+def _text_form(path: str, decoder: Any) -> dict[str, bool]:
+    """How tokens become text, from tokenizer.json's decoder; ModelError for a decoder of another family."""
+    parts = decoder["decoders"] if isinstance(decoder, dict) and isinstance(decoder.get("decoders"), list) else [decoder]
+    byte_level = byte_tokens = strip = spaces = False
+    for part in parts:
+        match part:
+            case {"type": "ByteLevel"}:
+                byte_level = True
+            case {"type": "ByteFallback"}:
+                byte_tokens = True
+            case {"type": "Replace", "pattern": {"String": "\u2581"}, "content": " "}:
+                spaces = True
+            case {"type": "Metaspace", "replacement": "\u2581", "prepend_scheme": scheme}:
+                spaces, strip = True, scheme != "never"
+            case {"type": "Metaspace", "replacement": "\u2581"}:
+                spaces, strip = True, part.get("add_prefix_space") is not False
+            case {"type": "Strip", "content": " ", "start": 1, "stop": 0}:
+                strip = True
+            case {"type": "Fuse"}:
+                pass
+            case _:
+                kind = part.get("type") if isinstance(part, dict) else part
+                raise ModelError(f"{path}: the decoder {one_line(repr(kind))} is not supported")
+    if byte_level == spaces:
+        raise ModelError(f"{path}: the decoder is neither byte-level nor one of SentencePiece's")
+    return {"byte_level": byte_level, "byte_tokens": byte_tokens, "strip_space": strip}
 
 
 def _begins_with(post_processor: Any, bos: str) -> bool:
