@@ -1,0 +1,124 @@
+"""`python -m router.openai`: serves HTTP until a signal, then lets what is under way finish and refuses the rest."""
+
+import asyncio
+import contextlib
+import signal
+import socket
+import sys
+from collections.abc import Iterator
+
+import uvicorn
+import uvloop
+
+from router.client import Client
+from router.openai.app import create_app
+from router.openai.serving import Serving, read_api_keys
+from router.openai.text import Text, TextError
+from wire.config import Config, ConfigError
+from wire.model_files import ModelError, ModelFiles, find_model
+from wire.service import log, notify, run
+from wire.sockets import client_address
+
+BACKLOG = 1024
+UNSENT_BYTES = 16 << 10  # a reader that stops pins about 200 KiB with it, and 4 MiB without
+CLOSING_S = 1  # for connections after the drain: all that counts has ended
+
+
+def main(config: Config) -> int:
+    """Serve until told to stop. ConfigError for what the user has to change."""
+    try:
+        files = find_model(config.model)
+        text = Text(files)
+    except (ModelError, TextError) as error:
+        raise ConfigError(str(error)) from None
+    keys = read_api_keys(config.api_key_file)
+    with listen(config.host, config.port) as listener, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(serve(config, files, text, keys, listener))
+    return 0
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A listening socket. What it accepts inherits TCP_NOTSENT_LOWAT. ConfigError if the address is not to be had."""
+    try:
+        family, kind, proto, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+        listener = socket.socket(family, kind, proto)
+    except OSError as error:
+        raise ConfigError(f"--host {host}: {error.strerror}") from None
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if hasattr(socket, "TCP_NOTSENT_LOWAT"):
+            listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, UNSENT_BYTES)
+        listener.bind(address)
+        listener.listen(BACKLOG)
+    except OSError as error:
+        listener.close()
+        raise ConfigError(f"--port {port} on {host}: {error.strerror}") from None
+    listener.setblocking(False)
+    return listener
+
+
+async def serve(config: Config, files: ModelFiles, text: Text, keys: tuple[bytes, ...], listener: socket.socket) -> None:
+    """Answer until SIGTERM or SIGINT and for `drain_s` after it; a second signal ends at once."""
+    async with Client(client_address(config.run_dir)) as client:
+        serving = Serving(client, files, text, config, keys)
+        server = Server(http_config(serving))
+        stop, hurry = asyncio.Event(), asyncio.Event()
+
+        def told() -> None:
+            (hurry if stop.is_set() else stop).set()
+
+        for number in (signal.SIGTERM, signal.SIGINT):
+            asyncio.get_running_loop().add_signal_handler(number, told)
+        running = asyncio.ensure_future(server.serve([listener]))
+        stopping = asyncio.ensure_future(_drain(serving, server, stop, hurry, config.drain_s))
+        host, port = listener.getsockname()[:2]
+        log.info("model %s, listening on %s port %d", files.name, host, port)
+        notify("READY=1\nSTATUS=serving")
+        try:
+            await running
+        finally:
+            stopping.cancel()
+
+
+class Server(uvicorn.Server):
+    """uvicorn without its signal handlers, which would end the process by the signal instead of with status 0."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Leave signals alone."""
+        yield
+
+
+def http_config(serving: Serving) -> uvicorn.Config:
+    """How uvicorn serves the application."""
+    return uvicorn.Config(
+        create_app(serving),
+        http="httptools",
+        ws="none",
+        lifespan="off",
+        log_config=None,
+        log_level="warning",
+        access_log=False,
+        server_header=False,
+        proxy_headers=False,
+        timeout_keep_alive=75,
+        timeout_graceful_shutdown=CLOSING_S,
+    )
+
+
+async def _drain(serving: Serving, server: uvicorn.Server, stop: asyncio.Event, hurry: asyncio.Event, drain_s: float) -> None:
+    """After `stop`: refuse new work with 503, wait for what is under way (the router ends it within `drain_s`), close."""
+    await stop.wait()
+    serving.draining = True
+    notify("STOPPING=1")
+    log.info("draining %d answers under way", serving.active)
+    ends = (asyncio.ensure_future(serving.idle.wait()), asyncio.ensure_future(hurry.wait()))
+    await asyncio.wait(ends, timeout=drain_s + CLOSING_S, return_when=asyncio.FIRST_COMPLETED)
+    for end in ends:
+        end.cancel()
+    server.force_exit = hurry.is_set()
+    server.should_exit = True
+
+
+if __name__ == "__main__":
+    sys.exit(run("router.openai", main))
