@@ -1,0 +1,275 @@
+"""Book: every sequence by state, who holds which block, lease and seat, and the transitions between states. It decides nothing.
+
+Each transition is one method that leaves the book whole and says in `actions` what the mechanism has to do.
+"""
+
+import heapq
+from collections import Counter
+
+from gpu_worker.policy import preemption
+from gpu_worker.policy.events import Action, Finish, Load, Notify, ReleaseLease, Reserve, Save
+from gpu_worker.policy.limits import Limits
+from gpu_worker.policy.pool import KvPool
+from gpu_worker.policy.sequence import Sequence, State, chain, pause_s, usage_of
+from gpu_worker.policy.waiting import Waiting
+from wire.messages import ParkKind
+
+
+class Book:
+    def __init__(self, limits: Limits) -> None:
+        self.limits = limits
+        self.pool = KvPool(limits.num_blocks, limits.block_size)
+        self.actions: list[Action] = []
+        self.changed = False  # something happened that may let a parked or waiting sequence in
+
+        self.sequences: dict[str, Sequence] = {}
+        self.waiting = Waiting()
+        self.running: dict[str, Sequence] = {}
+        self.parking: dict[str, Sequence] = {}
+        self.parked: dict[str, Sequence] = {}
+        self.resuming: dict[str, Sequence] = {}
+        self._by_state = {
+            State.RUNNING: self.running,
+            State.PARKING: self.parking,
+            State.PARKED: self.parked,
+            State.RESUMING: self.resuming,
+        }
+        self._asks: dict[int, Sequence] = {}
+        self._last_ask = 0
+        self._free_seats: list[int] = []  # a heap: the smallest number goes first
+        self._seats = 0  # numbers ever handed out
+        self._priorities: Counter[int] = Counter()
+
+        self.preempted: Counter[str] = Counter()  # by ParkKind
+        self.denied: Counter[str] = Counter()  # by reason
+        self.resumed = 0
+
+    # queries --------------------------------------------------------------------------------------------------------------
+    @property
+    def top_class(self) -> int:
+        """The best class that any live sequence was submitted with."""
+        return min(self._priorities)
+
+    @property
+    def on_device(self) -> bool:
+        """Somebody holds blocks."""
+        return bool(self.running or self.resuming or self.parking)
+
+    @property
+    def free_slots(self) -> int:
+        return self.limits.slots - len(self.running) - len(self.resuming)
+
+    def cost(self, seq: Sequence) -> int:
+        """Blocks by which `used` would grow if it came in now: what it claims, less what is found and in use anyway."""
+        found = self.pool.find(self._findable(seq))
+        in_use = sum(1 for block in found if self.pool.refs(block))
+        return self.pool.blocks_for(preemption.claim_cells(seq, self.limits)) - in_use
+
+    def _findable(self, seq: Sequence) -> list[bytes]:
+        return chain(seq, preemption.findable(seq, self.limits), self.limits.block_size)
+
+    # waiting --------------------------------------------------------------------------------------------------------------
+    def add(self, seq: Sequence) -> None:
+        """A new sequence; its id is not in use."""
+        self.sequences[seq.request_id] = seq
+        self._priorities[seq.priority] += 1
+        self.enqueue(seq)
+
+    def enqueue(self, seq: Sequence) -> None:
+        """Where it waits depends on what it waits for: a release, its sibling's prompt, or only room."""
+        leader = self.sequences.get(seq.sibling_of)
+        self.changed = True
+        if seq.held:
+            self.waiting.set_aside(seq)
+        elif leader is not None and leader is not seq and not (leader.prompt_done or leader.held):
+            self.waiting.set_aside_for(seq, leader.request_id)
+        else:
+            self.waiting.add(seq)
+
+    def requeue(self, seq: Sequence) -> None:
+        """What it waits for has changed."""
+        self.waiting.remove(seq)
+        self.enqueue(seq)
+
+    def release_followers(self, leader_id: str) -> None:
+        """Its siblings need not wait for it any longer."""
+        for seq in self.waiting.followers(leader_id):
+            self.requeue(seq)
+
+    def admit(self, seq: Sequence, now: float) -> None:
+        """From WAITING to RUNNING, with a seat for life and all blocks of its prompt."""
+        self._keep_promotion(seq, now)
+        self.waiting.remove(seq)
+        if self._free_seats:
+            seq.seat = heapq.heappop(self._free_seats)
+        else:
+            seq.seat, self._seats = self._seats, self._seats + 1
+        seq.computed = self._claim(seq)
+        if not seq.generated and not seq.base.cached_tokens:  # otherwise an earlier life has counted them
+            seq.cached = seq.computed
+        self._move(seq, State.RUNNING)
+
+    def _claim(self, seq: Sequence) -> int:
+        """Blocks for all that it claims, as many as possible found. Returns the cells that need not be computed."""
+        found = self.pool.find(self._findable(seq))
+        self.pool.share(found)
+        fresh = self.pool.blocks_for(preemption.claim_cells(seq, self.limits)) - len(found)
+        seq.blocks = found + self.pool.take(fresh)
+        seq.published = len(found)
+        return len(found) * self.limits.block_size
+
+    def _keep_promotion(self, seq: Sequence, now: float) -> None:
+        """What it has gained by waiting stays, or it would be the first victim again."""
+        seq.promoted += int(max(0.0, now - seq.since) // preemption.PROMOTED_EACH_S)
+
+    def _move(self, seq: Sequence, state: State) -> None:
+        """Into the book of another state. The order in each is the order of coming in."""
+        if (old := self._by_state.get(seq.state)) is not None:
+            del old[seq.request_id]
+        seq.state = state
+        if (new := self._by_state.get(state)) is not None:
+            new[seq.request_id] = seq
+        self.changed = True
+
+    # blocks ---------------------------------------------------------------------------------------------------------------
+    def grow(self, seq: Sequence) -> None:
+        """Room for its next step. The caller knows that there is enough."""
+        seq.blocks += self.pool.take(preemption.missing(seq, self.pool))
+
+    def publish(self, seq: Sequence) -> None:
+        """Make the blocks that have become full findable."""
+        full = seq.computed // self.limits.block_size
+        if self.limits.reuse and full > seq.published:
+            digests = chain(seq, full, self.limits.block_size)
+            for index in range(seq.published, full):
+                self.pool.publish(seq.blocks[index], digests[index])
+            seq.published = full
+
+    # parking --------------------------------------------------------------------------------------------------------------
+    def park(self, seq: Sequence, kind: ParkKind, now: float) -> None:
+        """A running sequence, not in a step, leaves the batch. Its blocks stay its own until its cells are saved, or refused."""
+        self.preempted[kind] += 1
+        seq.kind = kind
+        seq.parks += 1
+        seq.pressure_parks += kind == "pressure"
+        seq.since = now
+        seq.draft = []  # a prediction, not a result
+        image_blocks = self.pool.blocks_for(seq.computed)
+        self.pool.release(seq.blocks[image_blocks:])
+        del seq.blocks[image_blocks:]
+        self._move(seq, State.PARKING)
+        if seq.computed and self.limits.save:
+            self._last_ask += 1
+            seq.ask = self._last_ask
+            self._asks[seq.ask] = seq
+            self.actions.append(Reserve(seq.ask, seq.request_id, image_blocks))
+        else:
+            self._leave_device(seq, now)
+
+    def granted(self, ask: int, lease: int) -> None:
+        """Start the copy; a grant that nobody waits for goes straight back."""
+        seq = self._asks.pop(ask, None)
+        if seq is None:
+            self.actions.append(ReleaseLease(lease))
+            return
+        seq.ask = 0
+        seq.lease = lease
+        seq.copying = True
+        self.actions.append(Save(seq.request_id, lease, tuple(seq.blocks), seq.computed))
+
+    def refused(self, ask: int, reason: str, now: float) -> None:
+        """No lease: its cells are given up and will be recomputed. An answer that nobody waits for is dropped."""
+        seq = self._asks.pop(ask, None)
+        if seq is not None:
+            seq.ask = 0
+            self.denied[reason] += 1
+            self._leave_device(seq, now)
+
+    def saved(self, seq: Sequence, ok: bool, now: float) -> None:
+        """The copy out has ended."""
+        seq.copying = False
+        if not ok:
+            self._drop_lease(seq)
+        self._leave_device(seq, now)
+
+    def _leave_device(self, seq: Sequence, now: float) -> None:
+        """From PARKING to PARKED: the blocks change hands, the full ones can still be found."""
+        self._give_back_blocks(seq)
+        self._move(seq, State.PARKED)
+        if seq.lease is None:
+            seq.computed = 0
+        mode = "recompute" if seq.lease is None else "save"
+        self.actions.append(Notify(seq.request_id, "parked", seq.kind, mode, 0, usage_of(seq, now)))
+
+    def _give_back_blocks(self, seq: Sequence) -> None:
+        self.pool.release(seq.blocks)
+        seq.blocks = []
+        seq.published = 0
+
+    def _drop_lease(self, seq: Sequence) -> None:
+        if seq.lease is not None:
+            self.actions.append(ReleaseLease(seq.lease))
+            seq.lease = None
+
+    # resuming -------------------------------------------------------------------------------------------------------------
+    def resume(self, seq: Sequence, now: float) -> None:
+        """From PARKED to RUNNING, through RESUMING if cells must be copied in. What can be found by hash is not copied."""
+        self._keep_promotion(seq, now)
+        found_cells = self._claim(seq)
+        if seq.lease is not None and found_cells < seq.computed:
+            first = seq.published
+            seq.copying = True
+            self._move(seq, State.RESUMING)
+            blocks = tuple(seq.blocks[first : self.pool.blocks_for(seq.computed)])
+            self.actions.append(Load(seq.request_id, seq.lease, blocks, first))
+        else:
+            mode = "recompute" if seq.lease is None else "save"
+            seq.computed = found_cells
+            self._run_again(seq, mode, now)
+
+    def loaded(self, seq: Sequence, ok: bool, now: float) -> None:
+        """The copy in has ended and was verified, or the image is worth nothing and what was not found is recomputed."""
+        seq.copying = False
+        if ok:
+            self.publish(seq)
+        else:
+            seq.computed = seq.published * self.limits.block_size
+        self._run_again(seq, "save" if ok else "recompute", now)
+
+    def _run_again(self, seq: Sequence, mode: str, now: float) -> None:
+        self._drop_lease(seq)
+        pause = pause_s(seq, now)
+        seq.parked_s += pause
+        seq.replaying = seq.computed < seq.high_computed
+        self.resumed += 1
+        self._move(seq, State.RUNNING)
+        self.actions.append(Notify(seq.request_id, "resumed", seq.kind, mode, round(pause * 1000), usage_of(seq, now)))
+
+    def leases_lost(self, now: float) -> None:
+        """The host cache is gone. Who waits for its answer is denied; a copy under way still ends with its own event."""
+        for seq in self.sequences.values():
+            seq.lease = None
+            if seq.state is State.PARKED:
+                seq.computed = 0
+        for ask in list(self._asks):
+            self.refused(ask, "lost", now)
+
+    # the end --------------------------------------------------------------------------------------------------------------
+    def finish(self, seq: Sequence, reason: str, now: float, error: str = "", code: str = "") -> None:
+        """From any state in which no copy and no step touches its blocks. Gives back everything it has."""
+        assert not seq.copying, "a copy still touches its blocks"
+        usage = usage_of(seq, now)
+        if seq.state is State.WAITING:
+            self.waiting.remove(seq)
+        self._asks.pop(seq.ask, None)
+        self._drop_lease(seq)
+        self._give_back_blocks(seq)
+        if seq.seat >= 0:
+            heapq.heappush(self._free_seats, seq.seat)
+        self._move(seq, State.FINISHED)
+        del self.sequences[seq.request_id]
+        self._priorities[seq.priority] -= 1
+        if not self._priorities[seq.priority]:
+            del self._priorities[seq.priority]
+        self.actions.append(Finish(seq.request_id, reason, usage, error, code))
+        self.release_followers(seq.request_id)

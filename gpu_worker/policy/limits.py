@@ -1,0 +1,58 @@
+"""Limits: what the operator has set and what the device has, as the policy needs it; percents turned into blocks."""
+
+from typing import Literal
+
+from msgspec import Struct
+
+
+class Limits(Struct, frozen=True, kw_only=True):
+    """`num_blocks` blocks of `block_size` cells; `max_context` is the most cells one sequence may use; `high` and `low` percent.
+
+    `slots` sequences may run at once. `step_tokens` is what one step may feed. `park_every` 0: never. `draft_max` is the most
+    drafts one row may carry. `save` False never asks for a lease: every park is recomputed. ValueError if nothing could ever run.
+    """
+
+    num_blocks: int
+    block_size: int
+    slots: int
+    max_context: int
+    step_tokens: int = 256
+    high: int = 94
+    low: int = 80
+    policy: Literal["watermark", "off"] = "watermark"
+    resume_order: Literal["most-parked", "head"] = "most-parked"
+    park_every: int = 0
+    reuse: bool = True
+    draft_max: int = 0
+    eos_token_ids: tuple[int, ...] = ()
+    exact: bool = False
+    save: bool = True
+
+    def __post_init__(self) -> None:
+        if min(self.num_blocks, self.block_size, self.slots, self.max_context, self.step_tokens) < 1:
+            raise ValueError("num_blocks, block_size, slots, max_context and step_tokens must be at least 1")
+
+    @property
+    def pool_cells(self) -> int:
+        return self.num_blocks * self.block_size
+
+    @property
+    def sequence_cells(self) -> int:
+        """The most tokens one sequence may have: it ends with `length` when it has as many."""
+        return min(self.pool_cells, self.max_context)
+
+    @property
+    def high_blocks(self) -> int:
+        """More used blocks than this after the next step, and somebody is parked."""
+        return max(1, self.num_blocks * self.high // 100) if self.policy == "watermark" else self.num_blocks
+
+    @property
+    def low_blocks(self) -> int:
+        """Up to as many used blocks, parked and waiting sequences come in. At least one block below HIGH: without a gap a resume
+        would be the next park."""
+        return min(self.num_blocks * self.low // 100, self.high_blocks - 1) if self.policy == "watermark" else self.num_blocks
+
+    @property
+    def step_budget(self) -> int:
+        """Tokens a step may feed: never so few that the decodes of all slots leave nothing for a prefill."""
+        return max(self.step_tokens, self.slots * (1 + self.draft_max))

@@ -1,0 +1,74 @@
+"""The rows of one step: decodes first, then prefills, resumes and replays within the step's budget. Blocks are there already."""
+
+from collections.abc import Callable, Collection, Iterable
+
+from gpu_worker.policy.events import Row
+from gpu_worker.policy.sequence import Sequence
+
+
+def growing(running: Iterable[Sequence], block_size: int) -> list[Sequence]:
+    """Those whose next token and drafts do not fit in the blocks they have."""
+    return [seq for seq in running if len(seq.tokens) + len(seq.draft) > len(seq.blocks) * block_size]
+
+
+def clip_draft(seq: Sequence, num_blocks: int, block_size: int) -> None:
+    """Drafts are the first thing given up: keep those that fit in `num_blocks` blocks."""
+    if seq.draft:
+        seq.draft = seq.draft[: max(0, num_blocks * block_size - len(seq.tokens))]
+
+
+def rows_of(
+    running: Iterable[Sequence], stalled: Collection[Sequence], budget: int, rank: Callable[[Sequence], tuple[int, int]]
+) -> list[Row]:
+    """A decode is never left out for a prefill: `budget` is at least what all decodes feed. The rest goes to those that have more
+    to feed, in the order of `rank`. `stalled` ones have no room for their next token and sit this step out."""
+    rows = []
+    behind = []
+    for seq in running:
+        tokens = seq.tokens
+        start = seq.computed
+        if len(tokens) - start > 1:
+            behind.append(seq)
+        elif not stalled or seq not in stalled:
+            rows.append(_row(seq, start, 1))
+            budget -= 1 + len(seq.draft)
+    if behind:
+        behind.sort(key=rank)
+        for seq in behind:
+            if budget <= 0:
+                break
+            count = min(len(seq.tokens) - seq.computed, budget)
+            rows.append(_row(seq, seq.computed, count))
+            budget -= count
+    return rows
+
+
+def _row(seq: Sequence, start: int, count: int) -> Row:
+    known = len(seq.tokens)
+    return Row(
+        seq.request_id,
+        seq.tokens,
+        start,
+        count,
+        seq.blocks,
+        start + count == known,
+        seq.sampling,
+        seq.prompt_len,
+        tuple(seq.draft),
+        seq.banned if known < seq.min_len else (),
+        seq.prompt_logprobs if _scores(seq, start + count) else None,
+    )
+
+
+def _scores(seq: Sequence, end: int) -> bool:
+    """Whether feeding up to position `end` (exclusive) predicts a prompt token that has no log probability yet."""
+    return seq.prompt_logprobs is not None and seq.scored < min(end, seq.prompt_len - 1)
+
+
+def draft_room(seq: Sequence, draft_max: int) -> int:
+    """Drafts that the next row may carry: none beyond the last token it may get, and none across the end of `min_tokens`, because
+    the end tokens are banned for a whole row or not at all."""
+    room = min(draft_max, seq.remaining - 1)
+    if len(seq.tokens) < seq.min_len:
+        room = min(room, seq.min_len - len(seq.tokens) - 1)
+    return max(0, room)

@@ -1,0 +1,366 @@
+"""Scheduler: events in, plans out. Every decision of the worker is made here, between two steps, and nowhere else."""
+
+from itertools import chain
+
+from gpu_worker.policy import preemption
+from gpu_worker.policy.book import Book
+from gpu_worker.policy.events import (
+    CancelRequested,
+    Emit,
+    Event,
+    Finish,
+    HostCacheLost,
+    LeaseDenied,
+    LeaseGranted,
+    Loaded,
+    ParkRequested,
+    Plan,
+    ResumeRequested,
+    Row,
+    RowResult,
+    Saved,
+    StepDone,
+    Submitted,
+)
+from gpu_worker.policy.limits import Limits
+from gpu_worker.policy.plan import clip_draft, draft_room, growing, rows_of
+from gpu_worker.policy.report import SchedulerLoad, Totals, load_of
+from gpu_worker.policy.sequence import Sequence, State, sequence_of, usage_of
+from wire.messages import Submit
+
+__all__ = ["Limits", "Scheduler", "SchedulerLoad"]
+
+
+class Scheduler:
+    """Drive it with `handle(event, now)` for whatever has happened and `plan(now)` before each step; `now` in seconds, never going
+    back. A plan whose StepDone never comes is forgotten by the next one, and its rows are fed again."""
+
+    def __init__(self, limits: Limits) -> None:
+        self.limits = limits
+        self.book = Book(limits)
+        self.totals = Totals()
+        self._in_step: dict[str, Row] = {}
+        self._epoch = 0
+        self._to_park: dict[str, str] = {}  # id -> kind: to be parked at the next step boundary, needed or not
+        self._now = 0.0
+
+    @property
+    def sequences(self) -> dict[str, Sequence]:
+        return self.book.sequences
+
+    @property
+    def idle(self) -> bool:
+        """No sequence at all, in whatever state."""
+        return not self.book.sequences
+
+    def wait_s(self, now: float) -> float | None:
+        """Seconds to the nearest deadline. The policy has none: whatever can change a plan without rows comes as an event."""
+        return None
+
+    def load(self) -> SchedulerLoad:
+        """Occupancy, seats and totals after the last event."""
+        return load_of(self.book, self.totals, self._now)
+
+    # events in ------------------------------------------------------------------------------------------------------------
+    def handle(self, event: Event, now: float) -> None:
+        """Take in what has happened. Answers come with the next plan."""
+        self._now = now
+        match event:
+            case StepDone(rows, epoch):
+                self._step_done(rows, epoch, now)
+            case Submitted(submit):
+                self._submitted(submit, now)
+            case CancelRequested(request_id):
+                if seq := self.sequences.get(request_id):
+                    seq.cancelled = True
+                    self._reap(seq, now)
+            case ParkRequested(request_id, reason):
+                if seq := self.sequences.get(request_id):
+                    self._hold(seq, reason)
+            case ResumeRequested(request_id, reason):
+                if seq := self.sequences.get(request_id):
+                    self._let_go(seq, reason)
+            case LeaseGranted(ask, lease):
+                self.book.granted(ask, lease)
+            case LeaseDenied(ask, reason):
+                self.book.refused(ask, reason, now)
+            case Saved(request_id, ok):
+                self._copied(request_id, State.PARKING, ok, now)
+            case Loaded(request_id, ok):
+                self._copied(request_id, State.RESUMING, ok, now)
+            case HostCacheLost():
+                self.book.leases_lost(now)
+
+    def _submitted(self, submit: Submit, now: float) -> None:
+        seq = sequence_of(submit, self.limits, now)
+        if (old := self.sequences.get(seq.request_id)) is not None:
+            self._refuse(seq, now, "duplicate_id", f"request id {seq.request_id} is in use; both have ended")
+            old.cancelled = True
+            self._reap(old, now)
+        elif seq.prompt_len == 0:
+            self._refuse(seq, now, "bad_request", "the prompt has no tokens")
+        elif seq.prompt_len + 1 > self.limits.sequence_cells:
+            self._refuse(seq, now, "context_length_exceeded", self._too_long(seq))
+        elif seq.generated and seq.tokens[-1] in seq.end_tokens and len(seq.tokens) > seq.min_len:
+            self.book.actions.append(Finish(seq.request_id, "stop", usage_of(seq, now)))
+        elif seq.remaining <= 0:
+            self.book.actions.append(Finish(seq.request_id, "length", usage_of(seq, now)))
+        else:
+            self.book.add(seq)
+
+    def _refuse(self, seq: Sequence, now: float, code: str, error: str) -> None:
+        self.book.actions.append(Finish(seq.request_id, "error", usage_of(seq, now), error, code))
+
+    def _too_long(self, seq: Sequence) -> str:
+        limits = self.limits
+        return (
+            f"the prompt has {seq.prompt_len} tokens and needs one more cell for its first output token; "
+            f"a sequence may use {limits.sequence_cells} cells (pool {limits.pool_cells}, context {limits.max_context})"
+        )
+
+    def _hold(self, seq: Sequence, reason: str) -> None:
+        """It may not run until every reason is gone. One that waits is set aside; its siblings need not wait for it."""
+        seq.held.add(reason)
+        self.book.changed = True
+        if seq.state is State.WAITING:
+            self.book.requeue(seq)
+        else:
+            self._to_park[seq.request_id] = "explicit"
+        self.book.release_followers(seq.request_id)
+
+    def _let_go(self, seq: Sequence, reason: str) -> None:
+        seq.held.discard(reason)
+        self.book.changed = True
+        if not seq.held:
+            if self._to_park.get(seq.request_id) == "explicit":
+                del self._to_park[seq.request_id]
+            if seq.state is State.WAITING:
+                self.book.requeue(seq)
+
+    def _copied(self, request_id: str, state: State, ok: bool, now: float) -> None:
+        """A copy has ended; only now may its blocks change hands."""
+        seq = self.sequences.get(request_id)
+        if seq is None or seq.state is not state or not seq.copying:
+            return
+        if seq.cancelled:
+            seq.copying = False
+            self.book.finish(seq, "cancelled", now)
+        elif state is State.PARKING:
+            self.book.saved(seq, ok, now)
+        else:
+            self.book.loaded(seq, ok, now)
+
+    def _reap(self, seq: Sequence, now: float) -> None:
+        """End a cancelled sequence as soon as no step and no copy touches its blocks."""
+        if seq.cancelled and not seq.copying and seq.request_id not in self._in_step:
+            self.book.finish(seq, "cancelled", now)
+
+    # results of a step ----------------------------------------------------------------------------------------------------
+    def _step_done(self, results: list[RowResult], epoch: int, now: float) -> None:
+        """Apply each result once; those of a forgotten plan not at all."""
+        if epoch != self._epoch or not self._in_step:
+            return
+        step, self._in_step = self._in_step, {}
+        self.totals.steps += 1
+        for result in results:
+            row = step.pop(result.request_id, None)
+            if row is None:
+                continue
+            seq = self.sequences[result.request_id]
+            if seq.cancelled:
+                self._reap(seq, now)
+            elif result.error:
+                self.book.finish(seq, "error", now, result.error, "compute_error")
+            else:
+                self._advance(seq, row, result, now)
+        for request_id in step:  # left out of the results: fed again
+            self._reap(self.sequences[request_id], now)
+
+    def _advance(self, seq: Sequence, row: Row, result: RowResult, now: float) -> None:
+        """`computed` catches up with `tokens`; drawn tokens are cut, delivered and may end the sequence."""
+        self._count_fed(seq, row)
+        first_time = not seq.prompt_done
+        offset = seq.generated
+        new = self._cut(seq, result.tokens) if row.samples else []
+        scored_from = seq.scored
+        scored = self._new_prompt_logprobs(seq, row, result)
+        seq.tokens += new
+        seq.computed = min(row.start + row.count + max(0, len(new) - 1), len(seq.tokens) - 1)
+        seq.high_computed = max(seq.high_computed, seq.computed, row.start + row.count)
+        self.book.publish(seq)
+        if new or scored:
+            logprobs = result.logprobs[: len(new)]
+            self.book.actions.append(Emit(seq.request_id, offset, new, logprobs, scored_from + 1 if scored else 0, scored))
+        if first_time and seq.prompt_done:
+            self.book.release_followers(seq.request_id)
+        if new:
+            self._after_tokens(seq, result.draft, now)
+
+    def _after_tokens(self, seq: Sequence, draft: list[int], now: float) -> None:
+        seq.replaying = False
+        known = len(seq.tokens)
+        if seq.tokens[-1] in seq.end_tokens and known > seq.min_len:
+            self.book.finish(seq, "stop", now)  # wins over a park
+        elif seq.remaining <= 0:
+            self.book.finish(seq, "length", now)
+        else:
+            seq.draft = draft[: draft_room(seq, self.limits.draft_max)] if draft else draft
+            if 0 < seq.next_forced_len <= known:
+                every = self.limits.park_every
+                seq.next_forced_len = seq.prompt_len + (seq.generated // every + 1) * every
+                self._to_park.setdefault(seq.request_id, "forced")
+
+    def _count_fed(self, seq: Sequence, row: Row) -> None:
+        recomputed = max(0, min(row.start + row.count, seq.high_computed) - row.start)
+        seq.recomputed += recomputed
+        self.totals.recomputed_tokens += recomputed
+        self.totals.prefill_tokens += row.count - row.samples
+
+    def _cut(self, seq: Sequence, tokens: list[int]) -> list[int]:
+        """What may be delivered of an accepted run: up to its first end token, that one included, and never more than it may get."""
+        new = tokens[: seq.remaining]
+        if len(new) == 1:
+            return new
+        for index, token in enumerate(new):
+            if token in seq.end_tokens and len(seq.tokens) + index >= seq.min_len:
+                return new[: index + 1]
+        return new
+
+    def _new_prompt_logprobs(self, seq: Sequence, row: Row, result: RowResult) -> list:
+        """Each prompt position is delivered once, also when it is computed again after a park."""
+        if row.prompt_logprobs is None:
+            return []
+        new = result.prompt_logprobs[seq.scored - row.start :]
+        seq.scored += len(new)
+        return new
+
+    # plans out ------------------------------------------------------------------------------------------------------------
+    def plan(self, now: float) -> Plan:
+        """Everything that must be done now, and the rows of the next step; blocks for all of them are reserved."""
+        self._now = now
+        self._in_step = {}
+        book = self.book
+        if self._to_park:
+            self._park_requested(now)
+        short = growing(book.running.values(), self.limits.block_size) if book.running else []
+        stalled: list[Sequence] = []
+        if short:
+            short = self._relieve(short, now)
+        demand = self._demand(short)
+        if book.changed:
+            book.changed = False
+            self._resume(demand, now)
+            self._admit(demand, now)
+        if short:
+            stalled = self._grow(short, demand, now)
+        rows = rows_of(book.running.values(), stalled, self.limits.step_budget, self._rank) if book.running else []
+        if rows:
+            self._epoch += 1
+            self._in_step = {row.request_id: row for row in rows}
+        actions, book.actions = book.actions, []
+        return Plan(actions, rows, self._epoch)
+
+    def _class_of(self, seq: Sequence) -> int:
+        return preemption.class_of(seq, self.book.top_class, self._now)
+
+    def _rank(self, seq: Sequence) -> tuple[int, int]:
+        return self._class_of(seq), seq.arrival
+
+    def _demand(self, short: list[Sequence]) -> int:
+        """Blocks that the next step of everything running takes; prompts and replays have claimed theirs."""
+        pool = self.book.pool
+        return sum(preemption.missing(seq, pool) for seq in short)
+
+    def _park_requested(self, now: float) -> None:
+        """Explicit and forced parks take anybody, the largest and the only one too, and count toward no bound."""
+        wanted, self._to_park = self._to_park, {}
+        for request_id, kind in wanted.items():
+            seq = self.sequences.get(request_id)
+            if seq is None:
+                continue
+            if seq.state is State.RUNNING:
+                self.book.park(seq, kind, now)
+            elif seq.state is State.RESUMING:
+                self._to_park[request_id] = kind
+
+    def _relieve(self, short: list[Sequence], now: float) -> list[Sequence]:
+        """Keep the next step at or below HIGH: clip drafts, then park. Returns those that still need blocks."""
+        book, limits = self.book, self.limits
+        if self._shortfall(short) <= 0:
+            return short
+        for seq in short:
+            clip_draft(seq, book.pool.blocks_for(len(seq.tokens)), limits.block_size)
+        short = growing(short, limits.block_size)
+        over = self._shortfall(short)
+        if over <= 0 or limits.policy == "off":
+            return short
+        keep = preemption.protected(chain(book.running.values(), book.resuming.values()), self._class_of)
+        for seq in preemption.victims(book.running.values(), keep, self._class_of):
+            if over <= 0:
+                break
+            if (won := preemption.gain(seq, book.pool)) > 0:
+                over -= won
+                book.park(seq, "pressure", now)
+        return [seq for seq in short if seq.state is State.RUNNING]
+
+    def _shortfall(self, short: list[Sequence]) -> int:
+        book = self.book
+        return preemption.shortfall(book.pool, self._demand(short), book.parking.values(), self.limits.high_blocks)
+
+    def _resume(self, demand: int, now: float) -> None:
+        """Bring parked ones back while they fit. The next step of everything running is counted first."""
+        book = self.book
+        if not book.parked or self._exhausted_on_device():
+            return
+        for seq in preemption.resume_order(book.parked.values(), self._class_of, self.limits.resume_order):
+            alone = not book.on_device
+            if book.free_slots <= 0 or (preemption.exhausted(seq) and not alone):
+                return
+            if alone or book.pool.used + demand + book.cost(seq) <= preemption.resume_line(seq, self.limits):
+                book.resume(seq, now)
+                if preemption.exhausted(seq):
+                    return
+            elif self.limits.resume_order == "head":
+                return
+
+    def _admit(self, demand: int, now: float) -> None:
+        """Let waiting ones in, in order, while they fit and nobody parked comes before them."""
+        book = self.book
+        if self._exhausted_on_device():
+            return
+        while book.free_slots > 0 and (seq := book.waiting.first(self._class_of)) is not None:
+            number = self._class_of(seq)
+            away = chain(book.parked.values(), book.parking.values())
+            if any(preemption.closes_admission(other, number, self._class_of) for other in away):
+                return
+            if book.on_device and book.pool.used + demand + book.cost(seq) > preemption.admission_line(self.limits):
+                return
+            book.admit(seq, now)
+
+    def _exhausted_on_device(self) -> bool:
+        return any(preemption.exhausted(seq) for seq in chain(self.book.running.values(), self.book.resuming.values()))
+
+    def _grow(self, short: list[Sequence], demand: int, now: float) -> list[Sequence]:
+        """Give blocks to those that need them. If there are not enough, the protected one comes first and the rest sit out: a park
+        or a load under way will make room. Without parking (`off`) they fail. Returns those without room."""
+        book = self.book
+        if demand > book.pool.available:
+            short = sorted(short, key=lambda seq: (self._class_of(seq), -len(seq.tokens), seq.arrival))
+        stalled = []
+        for seq in short:
+            if preemption.missing(seq, book.pool) > book.pool.available:
+                clip_draft(seq, book.pool.blocks_for(len(seq.tokens)), self.limits.block_size)
+            if preemption.missing(seq, book.pool) <= book.pool.available:
+                book.grow(seq)
+            elif self.limits.policy == "off":
+                book.finish(seq, "error", now, self._full(seq), "kv_cache_full")
+            else:
+                stalled.append(seq)
+        return stalled
+
+    def _full(self, seq: Sequence) -> str:
+        pool = self.book.pool
+        return (
+            f"the key-value cache is full: {pool.used * pool.block_size} of {self.limits.pool_cells} cells are in use, and this "
+            f"sequence has {len(seq.tokens)} tokens and needs a block of {pool.block_size} more; parking is off (--policy off)"
+        )
