@@ -229,10 +229,14 @@ def write_gguf(
     pre: str = "smollm",
     metadata: dict[str, Any] | None = None,
     drop: tuple[str, ...] = (),
+    extra: dict[str, str] | None = None,
     **options: Any,
 ) -> Path:
-    """A GGUF file. Matrices are stored as `quant` (what the gguf package can quantise), everything else as F32. `metadata` adds
-    or overrides keys (None drops one), `drop` leaves tensors out by their GGUF names; `options` go to `random_weights`."""
+    """A GGUF file. Matrices are stored as `quant` (what the gguf package can quantise), everything else as F32.
+
+    `metadata` adds or overrides keys (None drops one), `drop` leaves tensors out by their GGUF names, `extra` adds zeros of
+    96 x 256 of a type; `options` go to `random_weights`.
+    """
     weights = random_weights(arch, **options)
     size = {"layers": 2, "hidden": 64, "heads": 4, "kv_heads": 2, "head_dim": 16, "intermediate": 96} | options
     tokens, merges = tiny_vocabulary()
@@ -276,6 +280,10 @@ def write_gguf(
             writer.add_tensor(short, gguf.quants.quantize(array, kind), raw_dtype=kind)
         else:
             writer.add_tensor(short, array.astype(np.float16) if quant == "F16" and array.ndim == 2 else array)
+    for name, raw in (extra or {}).items():
+        kind = gguf.GGMLQuantizationType[raw]
+        block, block_bytes = gguf.GGML_QUANT_SIZES[kind]
+        writer.add_tensor(name, np.zeros((96, 256 // block * block_bytes), np.uint8), raw_dtype=kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

@@ -40,7 +40,8 @@ class GgufFile(Struct):
         value = self.metadata.get(key, default)
         if value is ...:
             raise ModelError(f"{self.path}: no metadata {key}")
-        if value is not default and (not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool)):
+        kinds = kind if isinstance(kind, tuple) else (kind,)
+        if value is not default and (not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds)):
             raise ModelError(f"{self.path}: metadata {key} is a {type(value).__name__}")
         return value
 

@@ -55,7 +55,11 @@ class JsonFile:
         return value
 
     def real(self, key: str, default: Any = ...) -> float:
-        return float(self.get(key, (int, float), default))
+        value = self.get(key, (int, float), default)
+        try:
+            return float(value)
+        except OverflowError:
+            raise ModelError(f"{self.path}: {key} is out of range") from None
 
     def part(self, key: str) -> "JsonFile":
         """The object under `key` (empty if there is none)."""
@@ -72,7 +76,7 @@ def read_hf_folder(path: Path) -> HfFolder:
     tokenizer, special = _tokenizer(path, settings)
     bos, eos = _token_text(settings, "bos_token"), _token_text(settings, "eos_token")
     eos_ids = {*_ids(config, "eos_token_id", spec.vocab), *_ids(generation, "eos_token_id", spec.vocab)}
-    if eos in special:
+    if special.get(eos, spec.vocab) < spec.vocab:
         eos_ids.add(special[eos])
     return HfFolder(
         spec=spec,

@@ -59,14 +59,13 @@ class ModelFiles(Struct, frozen=True):
 
 def find_model(name: str) -> ModelFiles:
     """The model `name`: "smollm2", a GGUF file, or a Hugging Face folder. ModelError is one line for the user."""
-    path = _embedded() if name == EMBEDDED else Path(name).expanduser()
-    short = EMBEDDED if name == EMBEDDED else path.resolve().stem if path.is_file() else path.resolve().name
+    path, short = _place(name)
     if path.is_dir():
         files = _hf_files(short, path)
     elif path.is_file():
         files = _gguf_files(short, path)
     else:
-        raise ModelError(f"model {name!r}: no such file or folder (known: {EMBEDDED}, a .gguf file, a Hugging Face folder)")
+        raise _no_such_model(name)
     check(files)
     return files
 
@@ -91,12 +90,26 @@ def check(files: ModelFiles) -> None:
 
 def _check_nothing_is_left(files: ModelFiles, used: set[str]) -> None:
     """A tensor in a layer that nobody would read means another model than the metadata says: wrong text, not an error later."""
-    prefixes = tuple(layer_prefix(files.kind).format(i) for i in range(files.spec.num_layers))
+    prefix = layer_prefix(files.kind)
     for name in sorted(files.tensors.keys() - used):
-        if name.startswith(prefixes) and not name.endswith(("rotary_emb.inv_freq", "attn_rot_embd.weight")):
-            raise ModelError(
-                f"{files.path}: tensor {one_line(name)} is not part of the {files.spec.arch} model that its metadata describes"
-            )
+        if name.startswith(prefix) and not name.endswith(("rotary_emb.inv_freq", "attn_rot_embd.weight")):
+            raise ModelError(f"{files.path}: tensor {one_line(name)} is no part of the {files.spec.arch} model in its metadata")
+
+
+def _place(name: str) -> tuple[Path, str]:
+    """(path, short name) of a model."""
+    if name == EMBEDDED:
+        return _embedded(), EMBEDDED
+    try:
+        path = Path(name).expanduser()
+        real = path.resolve()
+        return path, real.stem if real.is_file() else real.name
+    except (OSError, ValueError, RuntimeError):  # too long, a null byte, a loop of links, no such home
+        raise _no_such_model(name) from None
+
+
+def _no_such_model(name: str) -> ModelError:
+    return ModelError(f"model {name[:200]!r}: no such file or folder (known: {EMBEDDED}, a .gguf file, a Hugging Face folder)")
 
 
 def _embedded() -> Path:
@@ -145,7 +158,8 @@ def _turn_ends(special: dict[str, int], template: str | None) -> set[int]:
 
 def _hf_files(name: str, path: Path) -> ModelFiles:
     folder = read_hf_folder(path)
-    eos = {*folder.eos_ids, *_turn_ends(folder.special_ids, folder.chat_template)}
+    ends = _turn_ends(folder.special_ids, folder.chat_template)
+    eos = folder.eos_ids | {i for i in ends if i < folder.spec.vocab}
     return ModelFiles(
         name=name,
         path=str(path),

@@ -1,5 +1,7 @@
 """What a model is, apart from its numbers: its shape (ModelSpec), its tensors' names, shapes and places, and its user errors."""
 
+import math
+
 from msgspec import Struct
 
 
@@ -97,8 +99,8 @@ _LAYER_PREFIX = {"gguf": "blk.{}.", "hf": "model.layers.{}."}
 
 
 def layer_prefix(kind: str) -> str:
-    """What the names of a layer's tensors begin with in files of `kind`, with `{}` for the layer's number."""
-    return _LAYER_PREFIX[kind]
+    """What the names of all layers' tensors begin with in files of `kind`."""
+    return _LAYER_PREFIX[kind].partition("{}")[0]
 
 
 def tensor_names(spec: ModelSpec, kind: str) -> dict[str, str]:
@@ -147,18 +149,24 @@ def check_spec(spec: ModelSpec, where: str) -> ModelSpec:
         raise ModelError(f"{where}: {spec.num_heads} query heads are no multiple of {spec.num_kv_heads} key-value heads")
     if spec.head_dim % 2:
         raise ModelError(f"{where}: the head dimension {spec.head_dim} is odd, rotary positions need pairs")
-    for field, value in (("rms_eps", spec.rms_eps), ("rope theta", spec.rope.theta), ("rope factor", spec.rope.factor)):
-        if not 0 < value < float("inf"):
+    rope = spec.rope
+    reals = {"rms_eps": spec.rms_eps, "rope theta": rope.theta, "rope factor": rope.factor}
+    reals |= {"rope beta_fast": rope.beta_fast, "rope beta_slow": rope.beta_slow}
+    reals |= {"rope attention_factor": 1.0 if rope.attention_factor is None else rope.attention_factor}
+    for field, value in reals.items():
+        if not 0 < value < math.inf:
             raise ModelError(f"{where}: {field} is {value}")
-    if spec.rope.kind in ("llama3", "yarn") and spec.rope.original_context < 1:
-        raise ModelError(f"{where}: {spec.rope.kind} rope scaling without the original context length")
-    if spec.rope.kind == "llama3" and not 0 < spec.rope.low_freq_factor < spec.rope.high_freq_factor:
+    if rope.kind in ("llama3", "yarn") and rope.original_context < 1:
+        raise ModelError(f"{where}: {rope.kind} rope scaling without the original context length")
+    if rope.kind == "llama3" and not 0 < rope.low_freq_factor < rope.high_freq_factor:
         raise ModelError(f"{where}: llama3 rope scaling needs low_freq_factor below high_freq_factor")
     return spec
 
 
 def scaled_context(context: int, rope: RopeSpec) -> int:
     """Tokens that a model of `context` trained positions takes with its rope scaling (as other servers count it)."""
+    if not math.isfinite(rope.factor):
+        return context  # refused by check_spec
     match rope.kind:
         case "linear":
             return int(context * max(rope.factor, 1.0))

@@ -130,6 +130,8 @@ class Text:
             before = [data.bos_id] if data.add_bos and data.bos_id is not None else []
             after = [data.eos_id] if data.add_eos and data.eos_id is not None else []
             ids = before + ids + after
+        if len(self._bytes) > self.vocab_size and max(ids, default=0) >= self.vocab_size:
+            raise TextError(f"token {self.token_text(max(ids))!r} of the tokenizer has no row in the model")
         return ids
 
     def decode(self, ids: Sequence[int], skip_special: bool = True) -> str:
@@ -146,7 +148,7 @@ class Text:
 
     def token_bytes(self, token: int) -> bytes:
         """The bytes that one token stands for (a special token: its name); empty for an id without text."""
-        return self._bytes[token] if 0 <= token < self.vocab_size else b""
+        return self._bytes[token] if 0 <= token < len(self._bytes) else b""
 
     def token_text(self, token: int) -> str:
         """The text of one token; parts of a character become U+FFFD."""
@@ -224,8 +226,8 @@ class Detokenizer:
 
 
 def _token_table(tokenizer: Tokenizer, data: TokenizerData, vocab: int) -> tuple[list[bytes], frozenset[int]]:
-    """(bytes of each id, ids of special tokens)."""
-    table = [b""] * vocab
+    """(bytes of each id, ids of special tokens). The table is as long as the model's vocabulary or, if that is longer, the
+    tokenizer's: some know a padding token that the model has no row for."""
     if data.kind == "json":
         words = {i: token for token, i in tokenizer.get_vocab(with_added_tokens=False).items()}
         added = {i: token.content for i, token in tokenizer.get_added_tokens_decoder().items()}
@@ -234,8 +236,7 @@ def _token_table(tokenizer: Tokenizer, data: TokenizerData, vocab: int) -> tuple
         words = dict(enumerate(data.tokens))
         added = {i: token for i, token in enumerate(data.tokens) if data.token_types[i] in (CONTROL, USER_DEFINED, UNKNOWN)}
         special = {i for i, kind in enumerate(data.token_types) if kind in (CONTROL, UNKNOWN)}
-    if outside := [i for i in (*words, *added) if i >= vocab]:
-        raise TextError(f"{data.file}: token {min(outside)} is outside the model's vocabulary of {vocab}")
+    table = [b""] * max(vocab, 1 + max(words | added, default=-1))
     to_bytes = _byte_level_bytes if data.byte_level else _sentence_piece_bytes
     for i, token in words.items():
         table[i] = to_bytes(token, data.byte_tokens)
