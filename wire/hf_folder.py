@@ -138,7 +138,8 @@ def _family(config: JsonFile) -> str:
 
 def _refuse_sliding_window(config: JsonFile, family: str, layers: int, context: int) -> None:
     """A window that some layer really has, and that is shorter than the context, would change the text."""
-    window = config.get("sliding_window", int, 0 if family in ("llama", "mistral") else 4096)
+    absent = 0 if "sliding_window" in config.values else 4096  # null says that there is none, no key means the default
+    window = config.get("sliding_window", int, absent)
     if family == "llama" or (family != "mistral" and not config.get("use_sliding_window", bool, False)):
         window = 0
     kinds = config.get("layer_types", list, None)

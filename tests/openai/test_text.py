@@ -172,7 +172,7 @@ def test_beginning_token(tmp_path: Path, spm: Text) -> None:
 
 
 def test_a_lone_surrogate_is_a_text_error(smol: Text) -> None:
-    with pytest.raises(TextError, match=r"character 3 .* U\+D83D"):
+    with pytest.raises(TextError, match=r"character 3 .*U\+D83D"):
         smol.encode("abc\ud83d")
 
 

@@ -44,9 +44,11 @@ def test_architectures(tmp_path: Path, arch: str, bias: bool, norm: bool, new_sp
 
 
 def test_mistral_is_a_llama_without_window(tmp_path: Path) -> None:
-    config = {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": None}
-    path = write_hf(tmp_path / "m", config=config)
-    assert "sliding window of 4096" not in find_model(str(path)).spec.arch
+    config = {"architectures": ["MistralForCausalLM"], "model_type": "mistral"}
+    path = write_hf(tmp_path / "m", config=config, context=32768)
+    assert "sliding window of 4096" in complaint(path)
+    change_json(path / "config.json", sliding_window=None)
+    assert find_model(str(path)).spec.arch == "llama"
     change_json(path / "config.json", sliding_window=256)
     assert "sliding window of 256" in complaint(path)
 
