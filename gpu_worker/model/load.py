@@ -2,32 +2,52 @@
 
 import ctypes
 import gc
+import os
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from gpu_worker.device import native as library
 from gpu_worker.device import reference
 from gpu_worker.device.reference import DenseLinear, Linear
 from gpu_worker.model.decoder import Layer, TorchModel
+from gpu_worker.model.native_model import NativeModel, fits
 from gpu_worker.model.rope import tables
 from gpu_worker.model.weights import FOUR_BIT, Quantised, Weights
 from wire.model_files import ModelFiles
 
-Model = TorchModel
+Model = NativeModel | TorchModel
 
 
-def load_model(files: ModelFiles, dtype: str = "auto", exact: bool = True, threads: int | None = None) -> Model:
+def load_model(files: ModelFiles, dtype: str = "auto", exact: bool = True, threads: int | None = None, native: bool = True) -> Model:
     """A model for the CPU. `dtype`: auto (4-bit weights stay in 4 bits, bf16 elsewhere), bf16 or f32.
 
-    `exact` pads rows so that a row's result depends on its own sequence only; `threads` None leaves it to torch.
+    `exact`: a row's result depends on its own sequence only (the native library gives that for nothing, torch pads rows).
+    `threads` None: as many as there are processors for this process. `native` False: in torch even if the library is there.
     """
-    if threads is not None:
-        torch.set_num_threads(threads)
+    threads = threads or available_processors()
     weights = Weights(files)
     name = _dtype_name(weights, files.spec.num_layers, dtype)
-    model = _torch_model(files, weights, name, exact)
+    lib = library.load() if native and fits(files.spec) else None
+    torch.set_num_threads(1 if lib else threads)  # two teams of threads would take the processors from each other
+    model = (
+        NativeModel(lib, weights, files.spec, name, dtype == "auto", threads)
+        if lib
+        else _torch_model(files, weights, name, exact)
+    )
     _give_memory_back()
     return model
+
+
+def available_processors() -> int:
+    """Processors that this process may use, by affinity and by the control group's quota."""
+    count = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    try:
+        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
+        return count if quota == "max" else max(1, min(count, round(int(quota) / int(period))))
+    except (OSError, ValueError):
+        return count
 
 
 def _dtype_name(weights: Weights, num_layers: int, dtype: str) -> str:

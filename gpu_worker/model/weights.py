@@ -3,6 +3,7 @@
 The rows of q and k in GGUF files of the llama architecture are stored for interleaved rotation; they come back in halves.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import gguf
@@ -14,6 +15,7 @@ from wire.model_files import ModelFiles
 from wire.model_spec import TensorInfo, tensor_names
 
 GROUP = 32  # weights that share a scale
+PART_VALUES = 4 << 20  # of a tensor converted at once
 FOUR_BIT = ("Q4_0", "Q4_1", "Q4_K")
 _TORCH = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "F64": torch.float64}
 
@@ -42,23 +44,26 @@ class Weights:
     def has(self, name: str) -> bool:
         return name in self._names
 
+    def shape(self, name: str) -> tuple[int, ...]:
+        """In torch order: a linear layer is [out, in]."""
+        return self._info(name).shape
+
     def dense(self, name: str, dtype: torch.dtype) -> Tensor:
         """The whole tensor in `dtype`, in memory of its own."""
+        out = torch.empty(self.shape(name), dtype=dtype)
+        for first, rows in self.parts(name, dtype):
+            out[first : first + len(rows)] = rows
+        return out
+
+    def parts(self, name: str, dtype: torch.dtype) -> Iterator[tuple[int, Tensor]]:
+        """The tensor in `dtype`, some rows at a time: (first row, rows [..., K]). Bounds what a conversion holds at once."""
         info = self._info(name)
-        raw = self._raw(info)
-        if info.dtype in _TORCH:
-            tensor = torch.from_numpy(raw).view(_TORCH[info.dtype]).view(info.shape).to(dtype, copy=True)
-        else:
-            kind = gguf.GGMLQuantizationType[info.dtype]
-            out = torch.empty(info.shape, dtype=dtype)
-            rows = raw.reshape(info.shape[0], -1)
-            step = max(1, (4 << 20) // info.shape[-1])  # bounds the float32 copy
-            for first in range(0, len(rows), step):
-                part = gguf.quants.dequantize(rows[first : first + step], kind)
-                out[first : first + step] = torch.from_numpy(part)
-            tensor = out
+        raw = self._raw(info).reshape(info.shape[0], -1)
         order = self._row_order(name)
-        return tensor if order is None else tensor[torch.from_numpy(order)].contiguous()
+        step = max(1, PART_VALUES // info.shape[-1])
+        for first in range(0, len(raw), step):
+            rows = raw[first : first + step] if order is None else raw[order[first : first + step]]
+            yield first, _dense(rows, info, dtype)
 
     def four_bit(self, name: str) -> Quantised | None:
         """The tensor's own 4-bit quants (Q4_0, Q4_1, Q4_K), or None if it has another type."""
@@ -105,6 +110,15 @@ class Weights:
             return parts
         minimum = None if parts.minimum is None else parts.minimum[order]
         return Quantised(parts.quants[order], parts.scale[order], minimum)
+
+
+def _dense(rows: np.ndarray, info: TensorInfo, dtype: torch.dtype) -> Tensor:
+    """Rows of bytes -> rows of numbers."""
+    if info.dtype in _TORCH:
+        values = torch.from_numpy(np.ascontiguousarray(rows)).view(-1).view(_TORCH[info.dtype])
+    else:
+        values = torch.from_numpy(gguf.quants.dequantize(rows, gguf.GGMLQuantizationType[info.dtype]))
+    return values.view(len(rows), *info.shape[1:]).to(dtype)
 
 
 def _half(two_bytes: np.ndarray) -> np.ndarray:
