@@ -52,14 +52,12 @@ class JsonFile:
             return default
         if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
             raise ModelError(f"{self.path}: {key} is {one_line(repr(value))}")
+        if isinstance(value, int) and abs(value) >= 2**53:
+            raise ModelError(f"{self.path}: {key} is out of range")
         return value
 
     def real(self, key: str, default: Any = ...) -> float:
-        value = self.get(key, (int, float), default)
-        try:
-            return float(value)
-        except OverflowError:
-            raise ModelError(f"{self.path}: {key} is out of range") from None
+        return float(self.get(key, (int, float), default))
 
     def part(self, key: str) -> "JsonFile":
         """The object under `key` (empty if there is none)."""

@@ -165,8 +165,8 @@ def check_spec(spec: ModelSpec, where: str) -> ModelSpec:
 
 def scaled_context(context: int, rope: RopeSpec) -> int:
     """Tokens that a model of `context` trained positions takes with its rope scaling (as other servers count it)."""
-    if not math.isfinite(rope.factor):
-        return context  # refused by check_spec
+    if not 0 < rope.factor < 2**31:
+        return context  # check_spec refuses it, or it is no use
     match rope.kind:
         case "linear":
             return int(context * max(rope.factor, 1.0))
@@ -177,8 +177,8 @@ def scaled_context(context: int, rope: RopeSpec) -> int:
 
 
 def one_line(error: BaseException | str) -> str:
-    """A message with its line breaks removed and its length bounded."""
-    text = " ".join(str(error).split())
+    """A message that any log can take: no line breaks, no lone surrogates, bounded in length."""
+    text = " ".join(str(error).split()).encode("utf-8", "backslashreplace").decode()
     return text if len(text) <= 300 else text[:297] + "..."
 
 

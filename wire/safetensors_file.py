@@ -73,7 +73,7 @@ def _read_sharded(index: Path) -> dict[str, TensorInfo]:
     shards: dict[str, dict[str, TensorInfo]] = {}
     tensors = {}
     for name, shard in places:
-        if not isinstance(shard, str) or Path(shard).name != shard or "\0" in shard:
+        if not isinstance(shard, str) or not shard or not shard.isprintable() or Path(shard).name != shard:
             raise ModelError(f"{index}: {one_line(repr(shard))} is no file name")
         if shard not in shards:
             shards[shard] = read_safetensors(index.with_name(shard))

@@ -13,7 +13,7 @@ import jinja2.parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
-from wire.model_files import ModelFiles, TokenizerData
+from wire.model_files import ModelError, ModelFiles, TokenizerData
 from wire.model_spec import one_line
 from wire.tokenizer_data import CONTROL, UNKNOWN, USER_DEFINED, PreTokenizer
 
@@ -35,7 +35,7 @@ def byte_letters() -> dict[str, int]:
 
 
 def build_tokenizer(data: TokenizerData) -> Tokenizer:
-    """The tokenizer that `data` describes; TextError if the library refuses it."""
+    """The tokenizer that `data` describes; ModelError if the library refuses it."""
     try:
         match data.kind:
             case "json":
@@ -45,7 +45,7 @@ def build_tokenizer(data: TokenizerData) -> Tokenizer:
             case "spm":
                 tokenizer = _sentence_piece(data)
     except Exception as error:  # noqa: BLE001 - the library raises plain Exception for every defect of its input
-        raise TextError(f"{data.file}: the tokenizer cannot be built: {one_line(error)}") from None
+        raise ModelError(f"{data.file}: the tokenizer cannot be built: {one_line(error)}") from None
     tokenizer.no_truncation()
     tokenizer.no_padding()
     return tokenizer
@@ -105,7 +105,10 @@ def _add_tokens(tokenizer: Tokenizer, data: TokenizerData) -> None:
 
 
 class Text:
-    """A model's tokenizer and chat template. `vocab_size` is the model's: ids beyond the tokenizer's are padding without text."""
+    """A model's tokenizer and chat template; ModelError if its tokenizer cannot be built.
+
+    `vocab_size` is the model's: ids beyond the tokenizer's are padding without text.
+    """
 
     def __init__(self, files: ModelFiles) -> None:
         self._files = files

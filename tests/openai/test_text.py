@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from router.openai.text import MAX_PROMPT_CHARS, Detokenizer, Text, TextError
 from tests.make_models import CHAT_TEMPLATE, VOCAB, tokenizer_json, write_gguf, write_hf
-from wire.model_files import find_model
+from wire.model_files import ModelError, find_model
 
 STRINGS = [
     "",
@@ -204,9 +204,9 @@ def test_a_token_without_a_row_is_refused(tmp_path: Path) -> None:
 def test_a_tokenizer_that_cannot_be_built_is_one_line(tmp_path: Path) -> None:
     path = write_hf(tmp_path / "m")
     (path / "tokenizer.json").write_text(json.dumps(tokenizer_json() | {"model": {"type": "Unheard"}}))
-    with pytest.raises(TextError, match=r"tokenizer\.json"):
+    with pytest.raises(ModelError, match=r"tokenizer\.json"):
         Text(find_model(str(path)))
-    with pytest.raises(TextError, match="cannot be built"):
+    with pytest.raises(ModelError, match="cannot be built"):
         Text(find_model(str(write_gguf(tmp_path / "m.gguf", metadata={"tokenizer.ggml.merges": ["zz qq"]}))))
 
 

@@ -133,7 +133,16 @@ def test_shards(tmp_path: Path) -> None:
         assert np.array_equal(found, weights)
     index = path / "model.safetensors.index.json"
     good = index.read_text()
-    for bad in ('{"weight_map": {"a": "../x"}}', '{"weight_map": {"a": 3}}', '{"weight_map": 3}', "[]", "{", ""):
+    for bad in (
+        '{"weight_map": {"a": "../x"}}',
+        '{"weight_map": {"a": 3}}',
+        '{"weight_map": {"a": ""}}',
+        '{"weight_map": {"a": "\\ud800"}}',
+        '{"weight_map": 3}',
+        "[]",
+        "{",
+        "",
+    ):
         index.write_text(bad)
         assert "index.json" in complaint(path)
     index.write_text(good)

@@ -74,8 +74,9 @@ def test_uniform_names(tmp_path: Path) -> None:
     assert "head" not in tensor_names(msgspec.structs.replace(spec, tied=True), "hf")
 
 
-@pytest.mark.parametrize("factor", [float("inf"), float("nan"), 10**400, 0, -1])
-def test_impossible_scaling(tmp_path: Path, factor: float) -> None:
-    path = write_hf(tmp_path / "m", rope={"rope_type": "linear", "factor": factor})
+@pytest.mark.parametrize("factor", [float("inf"), float("nan"), 10**400, 0, -1, "2"])
+@pytest.mark.parametrize("kind", ["linear", "yarn"])
+def test_impossible_scaling(tmp_path: Path, factor: float, kind: str) -> None:
+    path = write_hf(tmp_path / "m", rope={"rope_type": kind, "factor": factor})
     with pytest.raises(ModelError, match="factor"):
         find_model(str(path))
