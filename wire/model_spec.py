@@ -156,6 +156,8 @@ def check_spec(spec: ModelSpec, where: str) -> ModelSpec:
     for field, value in reals.items():
         if not 0 < value < math.inf:
             raise ModelError(f"{where}: {field} is {value}")
+    if rope.theta <= 1:
+        raise ModelError(f"{where}: rope theta is {rope.theta}")
     if rope.kind in ("llama3", "yarn") and rope.original_context < 1:
         raise ModelError(f"{where}: {rope.kind} rope scaling without the original context length")
     if rope.kind == "llama3" and not 0 < rope.low_freq_factor < rope.high_freq_factor:

@@ -174,6 +174,7 @@ def test_shards(tmp_path: Path) -> None:
         ({"eos_token_id": ["a"]}, "'a'"),
         ({"rope_scaling": "linear"}, "rope_scaling"),
         ({"rope_theta": 0}, "rope theta"),
+        ({"rope_theta": 1}, "rope theta"),
         ({"head_dim": 15}, "odd"),
     ],
 )
