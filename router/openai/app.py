@@ -64,9 +64,8 @@ class ApiKeys:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass on what is allowed."""
-        if scope["type"] != "http" or scope["path"] in OPEN_PATHS:
-            await self._app(scope, receive, send)
-        elif self._serving.allowed(Headers(scope=scope).get("authorization", "")):
+        is_open = scope["type"] != "http" or scope["path"] in OPEN_PATHS
+        if is_open or self._serving.allowed(Headers(scope=scope).get("authorization", "")):
             await self._app(scope, receive, send)
         else:
             error = ApiError(401, "Incorrect API key provided, or none.", code="invalid_api_key")

@@ -1,0 +1,126 @@
+"""What surrounds the answers: health, metrics, slots, properties, models, tokens, keys, request ids, draining."""
+
+import asyncio
+
+import pytest
+
+from router.openai.serving import read_api_keys
+from tests.openai.conftest import Adapter, Start
+from tests.openai.fake_router import ready_status
+from tests.openai.test_bad_input import error_of
+from wire.config import ConfigError
+
+HELLO = {"messages": [{"role": "user", "content": "Hello"}]}
+CHAT = "/v1/chat/completions"
+
+
+async def test_health(adapter: Adapter) -> None:
+    answer = await adapter.http.get("/health")
+    assert (answer.status_code, answer.json()) == (200, {"status": "ok"})
+    adapter.router.answer = ready_status(ready=False, reason="no worker")
+    assert "no worker" in error_of(await adapter.http.get("/health"), 503)["message"]
+    adapter.router.answer = ready_status(draining=True)
+    assert error_of(await adapter.http.get("/health"), 503)["code"] == "draining"
+    adapter.router.answer = None  # the router does not answer
+    answer = await adapter.http.get("/health")
+    assert error_of(answer, 503)["code"] == "router_lost"
+    assert answer.headers["retry-after"]
+
+
+async def test_slots_have_every_key(adapter: Adapter) -> None:
+    idle = dict(id=0, request_id="", state="idle", n_tokens=0, is_preempted=False, n_preempt=0, n_recompute=0, parked_ms=0)
+    parked = dict(id=1, request_id="chatcmpl-1", state="parked", n_tokens=300, is_preempted=True, n_preempt=2, n_recompute=1)
+    assert (await adapter.http.get("/slots")).json() == [idle, parked | {"parked_ms": 45}]
+
+
+async def test_metrics(adapter: Adapter) -> None:
+    answer = await adapter.http.get("/metrics")
+    assert answer.headers["content-type"].startswith("text/plain; version=0.0.4")
+    assert answer.text == adapter.router.answer.metrics
+
+
+async def test_props(adapter: Adapter) -> None:
+    props = (await adapter.http.get("/props")).json()
+    assert (props["model"], props["max_context"], props["pool_cells"]) == ("smollm2", 2048, 2048)
+    assert (props["exact"], props["draining"], props["ready"]) == (True, False, True)
+    assert props["workers"][0]["cells"] == {"active": 0, "reusable": 0, "parking": 0, "resuming": 0, "free": 0}
+    assert props["limits"]["max_n"] == 128
+
+
+async def test_models(adapter: Adapter) -> None:
+    listed = (await adapter.http.get("/v1/models")).json()
+    assert listed["object"] == "list"
+    assert [model["id"] for model in listed["data"]] == ["smollm2"]
+    assert (await adapter.http.get("/v1/models/smollm2")).json() == listed["data"][0]
+
+
+async def test_tokenize_and_back(adapter: Adapter) -> None:
+    text = adapter.serving.text
+    ids = text.encode("Hello 🙂", add_special=False)
+    for body in ({"content": "Hello 🙂"}, {"prompt": "Hello 🙂", "add_special_tokens": False}):
+        told = (await adapter.http.post("/tokenize", json=body)).json()
+        assert told == {"tokens": ids, "count": len(ids), "max_model_len": 2048}
+    chat = (await adapter.http.post("/tokenize", json=HELLO)).json()
+    assert chat["tokens"] == text.chat_prompt(HELLO["messages"])
+    pieces = (await adapter.http.post("/tokenize", json={"content": "Hi 🙂", "with_pieces": True})).json()["tokens"]
+    assert b"".join(p["piece"].encode() if isinstance(p["piece"], str) else bytes(p["piece"]) for p in pieces).decode() == "Hi 🙂"
+    back = (await adapter.http.post("/detokenize", json={"tokens": chat["tokens"]})).json()
+    assert back["content"] == back["prompt"]
+    assert "<|im_start|>user" in back["content"]
+    for body in ({}, {"content": 5}, {"content": "x" * 5_000_000}):
+        error_of(await adapter.http.post("/tokenize", json=body))
+    for body in ({}, {"tokens": "x"}, {"tokens": [-1]}, {"tokens": [10**9]}):
+        error_of(await adapter.http.post("/detokenize", json=body))
+
+
+async def test_keys(start: Start, tmp_path) -> None:
+    file = tmp_path / "keys"
+    file.write_text("# comment\nfirst\n\n  sécond \n")
+    adapter = await start(read_api_keys(str(file)))
+    adapter.say("Hello")
+    assert (await adapter.http.get("/health")).status_code == 200
+    for headers in ({}, {"authorization": "Bearer wrong"}, {"authorization": "first"}, {"authorization": "Basic first"}):
+        for path in ("/v1/models", "/metrics", "/slots", "/nothing"):
+            assert error_of(await adapter.http.get(path, headers=headers), 401)["type"] == "authentication_error"
+    for key in ("Bearer first", "bearer first", "Bearer sécond"):
+        assert (await adapter.http.get("/v1/models", headers={"authorization": key.encode()})).status_code == 200
+    for text in ("", "# only a comment\n"):
+        file.write_text(text)
+        with pytest.raises(ConfigError, match="no key"):
+            read_api_keys(str(file))
+    with pytest.raises(ConfigError, match="api-key-file"):
+        read_api_keys(str(tmp_path / "missing"))
+
+
+async def test_request_ids(adapter: Adapter) -> None:
+    adapter.say("Hello")
+    answer = await adapter.http.post(CHAT, json=HELLO)
+    assert answer.json()["id"] == f"chatcmpl-{answer.headers['x-request-id']}"
+    answer = await adapter.http.post(CHAT, json=HELLO, headers={"x-request-id": "mine-1"})
+    assert answer.headers["x-request-id"] == "mine-1"
+    answer = await adapter.http.get("/nothing", headers={"x-request-id": "mine-2"})
+    assert answer.headers["x-request-id"] == "mine-2"
+
+
+async def test_draining_refuses_new_work_and_lets_the_old_finish(adapter: Adapter) -> None:
+    adapter.router.accept = asyncio.Event()
+    adapter.say("Hello")
+    old = asyncio.ensure_future(adapter.http.post(CHAT, json=HELLO))
+    await adapter.router.submitted.wait()
+    adapter.serving.draining = True
+    answer = await adapter.http.post(CHAT, json=HELLO)
+    assert error_of(answer, 503)["code"] == "draining"
+    assert answer.headers["retry-after"]
+    assert error_of(await adapter.http.get("/health"), 503)["code"] == "draining"
+    assert not adapter.serving.idle.is_set()
+    adapter.router.accept.set()
+    assert (await old).json()["choices"][0]["message"]["content"] == "Hello"
+    await adapter.serving.idle.wait()
+
+
+async def test_a_bug_is_a_500_in_the_same_shape(adapter: Adapter) -> None:
+    def broken(generate: object) -> None:
+        raise ZeroDivisionError
+
+    adapter.router.submit = broken
+    assert error_of(await adapter.http.post(CHAT, json=HELLO), 500)["type"] == "server_error"
