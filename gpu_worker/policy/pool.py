@@ -1,4 +1,4 @@
-"""KvPool: who owns which block, and which blocks can be found again by the hash of their tokens. It counts; it touches no memory."""
+"""KvPool: who owns which block, and which blocks can be found again by the hash of their tokens. It only counts."""
 
 import hashlib
 from array import array
@@ -99,7 +99,7 @@ class KvPool:
             self._refs[block] += 1
 
     def publish(self, block: int, digest: bytes) -> None:
-        """From now on a referenced, full, computed block can be found. If another has the same content, that one stays the known one."""
+        """A referenced block, full and computed, can be found from now on; of two with the same content, the first."""
         if digest not in self._block_of:
             self._block_of[digest] = block
             self._digest_of[block] = digest

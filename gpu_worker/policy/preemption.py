@@ -20,8 +20,8 @@ ClassOf = Callable[[Sequence], int]
 
 # classes ---------------------------------------------------------------------------------------------------------------
 def class_of(seq: Sequence, top: int, now: float) -> int:
-    """The class it counts as; lower is more important. Every third pressure park and every 30 s of waiting promote it by one, or a
-    low class would starve; never above `top`, the best class present, so that equal requests stay equal. Source: simulator."""
+    """The class it counts as; lower is more important. Every third pressure park and every 30 s of waiting promote it by one, or
+    a low class would starve; never above `top`, the best class present: equal requests stay equal. Source: simulator."""
     waited_s = now - seq.since if seq.state in (State.WAITING, State.PARKED) else 0.0
     promotions = seq.pressure_parks // PROMOTED_EACH_PARKS + seq.promoted + int(waited_s // PROMOTED_EACH_S)
     return max(min(top, seq.priority), seq.priority - promotions)
@@ -95,7 +95,7 @@ def resume_order(parked: Iterable[Sequence], class_of: ClassOf, order: str) -> l
 
 
 def resume_line(seq: Sequence, limits: Limits) -> int:
-    """Used blocks up to which it comes back: LOW; after a forced park as soon as its cells fit, which is HIGH. Source: watermark."""
+    """Used blocks up to which it comes back: LOW; after a forced park as soon as it fits, which is HIGH. Source: watermark."""
     return limits.high_blocks if seq.kind == "forced" else limits.low_blocks
 
 

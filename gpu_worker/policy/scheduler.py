@@ -32,8 +32,8 @@ __all__ = ["Limits", "Scheduler", "SchedulerLoad"]
 
 
 class Scheduler:
-    """Drive it with `handle(event, now)` for whatever has happened and `plan(now)` before each step; `now` in seconds, never going
-    back. A plan whose StepDone never comes is forgotten by the next one, and its rows are fed again."""
+    """Drive it with `handle(event, now)` for whatever has happened and `plan(now)` before each step; `now` in seconds, never
+    going back. A plan whose StepDone never comes is forgotten by the next one, and its rows are fed again."""
 
     def __init__(self, limits: Limits) -> None:
         self.limits = limits
@@ -54,8 +54,9 @@ class Scheduler:
         return not self.book.sequences
 
     def wait_s(self, now: float) -> float | None:
-        """Seconds to the nearest deadline. The policy has none: whatever can change a plan without rows comes as an event."""
-        return None
+        """Seconds to the nearest deadline. The policy has none of its own: either another plan could let somebody in now, or
+        whatever changes a plan comes as an event."""
+        return 0.0 if self.book.changed else None
 
     def load(self) -> SchedulerLoad:
         """Occupancy, seats and totals after the last event."""
@@ -94,8 +95,7 @@ class Scheduler:
     def _submitted(self, submit: Submit, now: float) -> None:
         seq = sequence_of(submit, self.limits, now)
         if (old := self.sequences.get(seq.request_id)) is not None:
-            self._refuse(seq, now, "duplicate_id", f"request id {seq.request_id} is in use; both have ended")
-            old.cancelled = True
+            old.cancelled = True  # a router never sends an id twice; should it, one Finish ends both
             self._reap(old, now)
         elif seq.prompt_len == 0:
             self._refuse(seq, now, "bad_request", "the prompt has no tokens")
@@ -179,7 +179,6 @@ class Scheduler:
     def _advance(self, seq: Sequence, row: Row, result: RowResult, now: float) -> None:
         """`computed` catches up with `tokens`; drawn tokens are cut, delivered and may end the sequence."""
         self._count_fed(seq, row)
-        first_time = not seq.prompt_done
         offset = seq.generated
         new = self._cut(seq, result.tokens) if row.samples else []
         scored_from = seq.scored
@@ -191,7 +190,8 @@ class Scheduler:
         if new or scored:
             logprobs = result.logprobs[: len(new)]
             self.book.actions.append(Emit(seq.request_id, offset, new, logprobs, scored_from + 1 if scored else 0, scored))
-        if first_time and seq.prompt_done:
+        if not seq.prompt_done and row.start + row.count >= seq.prompt_len:
+            seq.prompt_done = True
             self.book.release_followers(seq.request_id)
         if new:
             self._after_tokens(seq, result.draft, now)
@@ -217,7 +217,7 @@ class Scheduler:
         self.totals.prefill_tokens += row.count - row.samples
 
     def _cut(self, seq: Sequence, tokens: list[int]) -> list[int]:
-        """What may be delivered of an accepted run: up to its first end token, that one included, and never more than it may get."""
+        """What may be delivered of an accepted run: up to its first end token, that one included, and no more than it may get."""
         new = tokens[: seq.remaining]
         if len(new) == 1:
             return new
@@ -341,8 +341,8 @@ class Scheduler:
         return any(preemption.exhausted(seq) for seq in chain(self.book.running.values(), self.book.resuming.values()))
 
     def _grow(self, short: list[Sequence], demand: int, now: float) -> list[Sequence]:
-        """Give blocks to those that need them. If there are not enough, the protected one comes first and the rest sit out: a park
-        or a load under way will make room. Without parking (`off`) they fail. Returns those without room."""
+        """Give blocks to those that need them. If there are not enough, the protected one comes first and the rest sit out: a
+        park or a load under way will make room. Without parking (`off`) they fail. Returns those without room."""
         book = self.book
         if demand > book.pool.available:
             short = sorted(short, key=lambda seq: (self._class_of(seq), -len(seq.tokens), seq.arrival))

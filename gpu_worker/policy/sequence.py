@@ -49,6 +49,7 @@ class Sequence(Struct, eq=False):
     blocks: list[int] = []
     digests: list[bytes] = []  # of its full blocks, as far as anybody has asked
     published: int = 0  # its first blocks that can be found
+    prompt_done: bool = False  # its prompt was computed in this life: siblings can find it
     replaying: bool = False  # resumed without an image and not yet caught up
     next_forced_len: int = 0  # at as many tokens it is parked by force; 0: never
 
@@ -74,10 +75,6 @@ class Sequence(Struct, eq=False):
     def remaining(self) -> int:
         """Tokens it may still get."""
         return self.end_len - len(self.tokens)
-
-    @property
-    def prompt_done(self) -> bool:
-        return self.high_computed >= self.prompt_len
 
 
 def sequence_of(submit: Submit, limits: Limits, now: float) -> Sequence:

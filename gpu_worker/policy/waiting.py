@@ -1,4 +1,4 @@
-"""Waiting: the sequences that were never admitted, by class and original arrival; looking at the first costs the same for any number."""
+"""Waiting: the sequences that were never admitted, by class and arrival; finding the first costs the same for any number."""
 
 from bisect import bisect_left, insort
 from collections.abc import Callable
@@ -9,7 +9,7 @@ _Entry = tuple[int, str, Sequence]  # arrival, id, itself; the id breaks ties be
 
 
 class Waiting:
-    """Those that may be admitted, in a sorted list for each class, and those set aside: held, or waiting for a sibling's prompt."""
+    """Those that may be admitted, a sorted list for each class, and those set aside: held, or waiting for a sibling's prompt."""
 
     def __init__(self) -> None:
         self._ready: dict[int, list[_Entry]] = {}

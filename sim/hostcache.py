@@ -1,0 +1,83 @@
+"""The fake host cache: a strict budget in bytes, images that lie in leases, and copies that move one half at once and one later."""
+
+from msgspec import Struct
+
+from gpu_worker.policy.events import Load, Reserve, Save
+from sim.device import Device
+
+BLOCK_BYTES = 4096
+
+
+class Image(Struct):
+    """What one lease holds. `cells` is None where nothing was written yet."""
+
+    request_id: str
+    num_blocks: int
+    cells: list[int | None]
+    position: int = -1  # cells in the image, once committed
+
+
+class HostCache:
+    def __init__(self, budget_bytes: int, block_size: int) -> None:
+        self.budget_bytes = budget_bytes
+        self.block_size = block_size
+        self.used_bytes = 0
+        self.leases: dict[int, Image] = {}
+        self._void: set[int] = set()  # lost in a crash: a release that was on its way is no fault
+        self._last_lease = 0
+
+    def reserve(self, ask: Reserve) -> int | None:
+        """A lease, or None when the budget does not allow it."""
+        nbytes = ask.num_blocks * BLOCK_BYTES
+        if self.used_bytes + nbytes > self.budget_bytes:
+            return None
+        self.used_bytes += nbytes
+        self._last_lease += 1
+        self.leases[self._last_lease] = Image(ask.request_id, ask.num_blocks, [None] * (ask.num_blocks * self.block_size))
+        return self._last_lease
+
+    def release(self, lease: int) -> None:
+        if lease in self._void:
+            self._void.remove(lease)
+            return
+        assert lease in self.leases, f"lease {lease} was released twice or never granted"
+        self.used_bytes -= self.leases.pop(lease).num_blocks * BLOCK_BYTES
+
+    def crash(self) -> None:
+        """Every lease is void."""
+        self._void |= self.leases.keys()
+        self.leases.clear()
+        self.used_bytes = 0
+
+    # copies ---------------------------------------------------------------------------------------------------------------
+    def save_half(self, save: Save, device: Device, first: bool) -> bool:
+        """Copy the first or the second half of the cells out of the device; commit with the second. False: the lease is void."""
+        image = self.leases.get(save.lease)
+        if image is None:
+            return False
+        assert image.request_id == save.request_id, f"{save.request_id} saves into a lease of {image.request_id}"
+        assert len(save.blocks) == image.num_blocks, f"{save.request_id} saves {len(save.blocks)} blocks into {image.num_blocks}"
+        cells = device.read(save.blocks, save.position)
+        middle = save.position // 2
+        if first:
+            image.cells[:middle] = cells[:middle]
+        else:
+            image.cells[middle : save.position] = cells[middle:]
+            image.position = save.position
+        return True
+
+    def load_half(self, load: Load, device: Device, first: bool) -> bool:
+        """Copy the first or the second half of the wanted blocks into the device. False: no such image, or not this owner's."""
+        image = self.leases.get(load.lease)
+        if image is None or image.request_id != load.request_id or image.position < 0:
+            return False
+        size = self.block_size
+        middle = len(load.blocks) // 2
+        wanted = range(middle) if first else range(middle, len(load.blocks))
+        for index in wanted:
+            source = (load.first + index) * size
+            for offset in range(size):
+                cell = image.cells[source + offset] if source + offset < image.position else None
+                if cell is not None:
+                    device.cells[load.blocks[index] * size + offset] = cell
+        return True
