@@ -15,7 +15,7 @@ from starlette.types import Receive, Scope, Send
 
 from router.client import RejectedError, Stream
 from router.openai.choice import Choice, Piece
-from router.openai.errors import ApiError, from_rejected
+from router.openai.errors import ApiError, from_rejected, router_lost
 from router.openai.params import Params, sibling_seed
 from router.openai.replies import ParkadeReply, UsageReply, parkade_reply, usage_reply
 from router.openai.serving import Serving
@@ -102,8 +102,9 @@ class Answer(Response):
             warm = asyncio.ensure_future(out.keep_alive())
             try:
                 await all_of(self._stream_one(stream, choice, out) for stream, choice in zip(streams, self._choices, strict=True))
-            except ApiError as error:
-                await out.end(event(error.body()) + DONE)
+            except (ApiError, ConnectionError) as error:
+                told = error if isinstance(error, ApiError) else router_lost()
+                await out.end(event(told.body()) + DONE)
                 return
             finally:
                 warm.cancel()
@@ -161,19 +162,21 @@ class Answer(Response):
     @asynccontextmanager
     async def _accepted(self) -> AsyncIterator[list[Stream]]:
         """The streams, once the router has accepted all of them. Whatever happens, none is left running behind."""
-        streams = [self._serving.client.submit(request) for request in self._requests]
+        streams: list[Stream] = []
         try:
             try:
+                for request in self._requests:
+                    streams.append(self._serving.client.submit(request))
                 async with asyncio.timeout(ACCEPT_TIMEOUT_S):
                     await all_of(stream.accepted() for stream in streams)
-            except TimeoutError:
-                raise ApiError(503, "The router does not answer.", code="router_lost", retry_after_s=2) from None
+            except (TimeoutError, ConnectionError):
+                raise router_lost() from None
             except RejectedError as error:
                 raise from_rejected(error.code, error.message, error.numbers) from None
             yield streams
         finally:
             for stream in streams:
-                stream.cancel()
+                stream.close()
 
     def _end_ids(self) -> frozenset[int]:
         own = frozenset(self._params.stop_token_ids)

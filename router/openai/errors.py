@@ -68,6 +68,11 @@ def context_too_small(tokens: str, max_context: int, param: str) -> ApiError:
     )
 
 
+def router_lost() -> ApiError:
+    """503: the router does not answer."""
+    return ApiError(503, "The router does not answer.", code="router_lost", retry_after_s=2)
+
+
 def from_rejected(code: str, message: str, numbers: Mapping[str, int]) -> ApiError:
     """The HTTP error for a request that the router refused."""
     told = ", ".join(f"{name} {number}" for name, number in numbers.items())

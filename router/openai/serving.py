@@ -13,7 +13,7 @@ from typing import TypeVar
 import msgspec
 
 from router.client import Client
-from router.openai.errors import ApiError, context_too_small
+from router.openai.errors import ApiError, context_too_small, router_lost
 from router.openai.text import Text
 from wire.config import Config, ConfigError
 from wire.messages import Status
@@ -106,7 +106,7 @@ class Serving:
             async with asyncio.timeout(STATUS_TIMEOUT_S):
                 return await self.client.status()
         except (TimeoutError, OSError):
-            raise ApiError(503, "The router does not answer.", code="router_lost", retry_after_s=2) from None
+            raise router_lost() from None
 
 
 def read_api_keys(path: str) -> tuple[bytes, ...]:

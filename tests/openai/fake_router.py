@@ -34,6 +34,9 @@ class FakeStream:
     def cancel(self) -> None:
         self.cancelled.set()
 
+    def close(self) -> None:
+        self.cancelled.set()
+
 
 class FakeClient:
     """What the adapter sees of router.client.Client."""

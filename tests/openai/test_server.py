@@ -28,9 +28,11 @@ async def test_health(adapter: Adapter) -> None:
 
 
 async def test_slots_have_every_key(adapter: Adapter) -> None:
-    idle = dict(id=0, request_id="", state="idle", n_tokens=0, is_preempted=False, n_preempt=0, n_recompute=0, parked_ms=0)
-    parked = dict(id=1, request_id="chatcmpl-1", state="parked", n_tokens=300, is_preempted=True, n_preempt=2, n_recompute=1)
-    assert (await adapter.http.get("/slots")).json() == [idle, parked | {"parked_ms": 45}]
+    names = ("id", "request_id", "state", "n_tokens", "is_preempted", "n_preempt", "n_recompute", "parked_ms")
+    idle = (0, "", "idle", 0, False, 0, 0, 0)
+    parked = (1, "chatcmpl-1", "parked", 300, True, 2, 1, 45)
+    told = (await adapter.http.get("/slots")).json()
+    assert told == [dict(zip(names, slot, strict=True)) for slot in (idle, parked)]
 
 
 async def test_metrics(adapter: Adapter) -> None:
