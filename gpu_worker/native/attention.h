@@ -104,6 +104,13 @@ void values_of(const float* weights, const T* values, int count, int dim, int ce
   for (; q < count; q++) weigh_all<1>(weights + q * TILE_CELLS, values, dim, cells, out + (size_t)q * dim);
 }
 
+// Blocks lie scattered, so the processor cannot guess the next one: ask for it while this one is worked on.
+template <class T>
+PK_INLINE void prefetch_cells(const T* cells, int dim) {
+  const char* p = (const char*)cells;
+  for (size_t i = 0; i < sizeof(T) * dim * LANES; i += 64) prefetch(p + i);
+}
+
 // Scores of one tile become weights; maxima, sums and weighted sums move on to the new maximum.
 inline void soften(AttentionScratch& s, const int* visible, int count, int group, int at, int chunks, int dim) {
   for (int q = 0; q < count; q++) {
@@ -154,14 +161,23 @@ void attend_segment(const Pool& pool, size_t layer_and_head, const int* table, i
   s.lane_sums.assign((size_t)count * LANES, 0.f);
   s.state.assign(count, State{NEVER, 0.f});
   if (count > QUERIES) s.values.resize((size_t)dim * TILE_CELLS);
+  auto keys_at = [&](int cell) {
+    return (const T*)pool.base + (size_t)table[cell / pool.block_size] * pool.block_stride + layer_and_head +
+           (size_t)(cell % pool.block_size) * dim;
+  };
   for (int at = begin; at < end; at += TILE_CELLS) {
     const int cells = std::min(TILE_CELLS, end - at), chunks = (cells + LANES - 1) / LANES;
     const T* values[TILE_CELLS / LANES];
+    if (at == begin) prefetch_cells(keys_at(at) + pool.part_stride, dim);
     for (int c = 0; c < chunks; c++) {
       const int cell = at + c * LANES;
-      const T* keys = (const T*)pool.base + (size_t)table[cell / pool.block_size] * pool.block_stride + layer_and_head +
-                      (size_t)(cell % pool.block_size) * dim;
+      const T* keys = keys_at(cell);
       values[c] = keys + pool.part_stride;
+      if (cell + TILE_CELLS < end) prefetch_cells(keys_at(cell + TILE_CELLS), dim);
+      if (at == begin && c + 1 < chunks) {
+        prefetch_cells(keys_at(cell + LANES), dim);
+        prefetch_cells(keys_at(cell + LANES) + pool.part_stride, dim);
+      }
       transpose_keys(keys, dim, std::min(LANES, cells - c * LANES), s.keys.data());
       scores_of(s.keys.data(), queries, count, dim, scale, s.scores.data() + c * LANES);
     }
@@ -169,6 +185,7 @@ void attend_segment(const Pool& pool, size_t layer_and_head, const int* table, i
     for (int c = 0; c < chunks; c++) {
       const int here = std::min(LANES, cells - c * LANES);
       const float* weights = s.scores.data() + c * LANES;
+      if (at + c * LANES + TILE_CELLS < end) prefetch_cells(keys_at(at + c * LANES + TILE_CELLS) + pool.part_stride, dim);
       if (count <= QUERIES) {
         values_of(weights, values[c], count, dim, here, s.part.data());
         continue;

@@ -14,6 +14,7 @@
 
 enum Format { F32 = 0, BF16 = 1, Q8 = 2, Q4 = 3 };
 constexpr int GROUP = 32;
+constexpr int AHEAD = 6;  // groups that are asked for early: one pass over the weights is all that a few rows do
 constexpr size_t Q4_BYTES = 4 * 64 + 64, Q8_BYTES = GROUP * 16 + 32;  // of one group of one panel
 
 struct Matrix {
@@ -135,6 +136,7 @@ PK_INLINE void tile_q4(const uint8_t* const* w, int k, const bf16* x, const floa
     for (int j = 0; j < 4; j++) {
       Pairs packed[C];
       for (int c = 0; c < C; c++) packed[c] = load_pairs(w[c] + g * Q4_BYTES + j * 64);
+      for (int c = 0; c < C; c++) prefetch(w[c] + (g + AHEAD) * Q4_BYTES + j * 64);
       int at = g * GROUP + j * 8;
       q4_pair<0>(part, packed, table, x, k, at);
       q4_pair<1>(part, packed, table, x, k, at);
@@ -144,6 +146,7 @@ PK_INLINE void tile_q4(const uint8_t* const* w, int k, const bf16* x, const floa
     for (int c = 0; c < C; c++) {
       const uint16_t* scales = (const uint16_t*)(w[c] + g * Q4_BYTES + 256);
       V d = load_half(scales), m = load_half(scales + LANES);
+      prefetch(w[c] + (g + AHEAD) * Q4_BYTES + 256);
       for (int r = 0; r < R; r++) sum[r][c] = fma(set1(sums[(size_t)r * groups + g]), m, fma(part[r][c], d, sum[r][c]));
     }
   }
@@ -252,7 +255,7 @@ inline int tile_height(int left) {
 template <class Emit>
 void product(const Matrix& m, const uint8_t* const* w, int vecs, const Rows& x, int first, int last, Unpacked& scratch, const Emit& emit) {
   const Unpacked* u = nullptr;
-  if (m.format == Q4 && last - first > 2 * TILE_ROWS) {
+  if (m.format == Q4 && last - first > 4 * TILE_ROWS) {
     if (scratch.of != w[0]) unpack_q4(scratch, w, vecs, m.k);  // the next block of rows often wants the same panels
     scratch.of = w[0];
     u = &scratch;
