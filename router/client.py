@@ -64,7 +64,7 @@ class Client:
         self._context = context or zmq.Context.instance()
         self._streams: dict[str, Stream] = {}
         self._questions: dict[str, asyncio.Future[Status]] = {}
-        self._unsent: deque[Message] = deque()
+        self._unsent: deque[list[bytes]] = deque()
         self._retry: asyncio.TimerHandle | None = None
         self._open = False
 
@@ -100,13 +100,14 @@ class Client:
 
     # streams ----------------------------------------------------------------------------------------------------------
     def submit(self, generate: Generate) -> "Stream":
-        """Send the request; the stream's answers are read from what is returned. Never blocks, never raises for a refusal."""
+        """Send the request; the stream's answers are read from what is returned. Never blocks, never raises for a refusal.
+        ConnectionError if the client is closed or far too much waits for the router already."""
         stream = Stream(self, generate.request_id)
         if generate.request_id in self._streams:
             stream._take(Rejected(generate.request_id, "duplicate_id", "a stream with this request_id is still alive"), 0)
             return stream
-        self._streams[generate.request_id] = stream
         self._send(generate)
+        self._streams[generate.request_id] = stream
         return stream
 
     async def generate(
@@ -154,7 +155,7 @@ class Client:
             raise ConnectionError("the client is closed")
         if len(self._unsent) >= MAX_UNSENT:
             raise ConnectionError(f"the router does not answer: {MAX_UNSENT} messages wait for it")
-        self._unsent.append(message)
+        self._unsent.append(frames(message))
         self._flush()
         # a send handles the socket's internal commands and may swallow the edge of its FD
         self._loop.call_soon(self._receive)
@@ -163,7 +164,7 @@ class Client:
         self._retry = None
         while self._unsent:
             try:
-                self._socket.send_multipart(frames(self._unsent[0]), zmq.NOBLOCK)
+                self._socket.send_multipart(self._unsent[0], zmq.NOBLOCK)
             except zmq.Again:
                 self._retry = self._loop.call_later(RETRY_S, self._flush)
                 return

@@ -257,6 +257,7 @@ class Hello(Message):
     exact_note: str = ""
     weight_bytes: int = 0
     pool_bytes: int = 0
+    vocab: int = 0  # token ids at or above it are refused; 0: not told
 
 
 class Load(Message):
@@ -277,12 +278,23 @@ class Goodbye(Message):
 
 
 # worker -> host cache -------------------------------------------------------------------------------------------------
+class HeldLease(Part):
+    """A committed lease of a former life of the host cache, whose arena the worker still maps."""
+
+    lease: int
+    extents: list[tuple[int, int]]
+
+
 class Attach(Message):
-    """`unit_bytes` is the block's bytes rounded up to 4 KiB; `held` names leases kept through a restart of the host cache."""
+    """`unit_bytes` is the block's bytes rounded up to 4 KiB. `held` names leases in the arena of that `generation`.
+
+    They are taken back only where the same arena survived a restart of the host cache; `Attached.kept` says which.
+    """
 
     worker: str  # name-pid-boot
     unit_bytes: Annotated[int, Meta(ge=4096, le=2**40)]
-    held: list[int] = []
+    generation: int = 0  # 0: of no arena yet
+    held: list[HeldLease] = []
 
 
 class Reserve(Message):
@@ -311,14 +323,18 @@ class GetBudget(Message):
 
 # host cache -> worker, router -----------------------------------------------------------------------------------------
 class Attached(Message):
-    """Comes with the arena's descriptor."""
+    """Comes with the arena's descriptor. `stored`: the arena outlives the host cache's process, so wait for it to return."""
 
     generation: int
     arena_bytes: int
     slab_bytes: int
+    stored: bool = False
+    kept: list[int] = []  # leases of Attach.held that are still the worker's
 
 
 class Granted(Message):
+    """`lease` is a number of this worker's own: two workers may hold the same one."""
+
     ask: int
     lease: int
     extents: list[tuple[int, int]]  # (offset, bytes) in the arena, multiples of the unit

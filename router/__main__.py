@@ -1,0 +1,46 @@
+"""`python -m router`: one loop, two sockets, until SIGTERM and a drain; a second signal ends every stream at once."""
+
+import asyncio
+import resource
+import signal
+import sys
+
+import uvloop
+import zmq
+
+from router.server import Server
+from wire.config import Config, ConfigError
+from wire.service import log, run
+
+
+def main(config: Config) -> int:
+    """Serve. ConfigError if the sockets cannot be made in the run directory."""
+    _raise_file_limit()
+    server = Server(config.run_dir, config.max_queued, config.drain_s)
+    try:
+        server.open()
+    except (zmq.ZMQError, ValueError) as error:
+        raise ConfigError(f"--run-dir {config.run_dir}: {error}") from None
+    log.info("serving in %s, at most %d requests queued", config.run_dir, config.max_queued)
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(serve(server))
+    log.info("stopped")
+    return 0
+
+
+async def serve(server: Server) -> None:
+    """Serve until a signal and the drain after it."""
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, server.stop)
+    await server.run()
+
+
+def _raise_file_limit() -> None:
+    """Each client is a descriptor, and a ROUTER without free ones spins: take all that we may have."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft < hard:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
+if __name__ == "__main__":
+    sys.exit(run("router", main))

@@ -1,0 +1,47 @@
+"""Whether a request is accepted: sense, size, and the queue's bounds. PURE."""
+
+from router.fleet import Fleet
+from router.queue import Queue
+from wire.messages import Generate, Rejected
+
+MAX_QUEUED_TOKENS = 1 << 24  # of all prompts that wait
+
+
+def refusal(generate: Generate, fleet: Fleet, queue: Queue, max_queued: int, may_start: bool) -> Rejected | None:
+    """Why the request is not accepted, with the numbers, or None. `may_start`: it would not have to wait."""
+    request_id, prompt_tokens = generate.request_id, len(generate.prompt_token_ids)
+    if why := nonsense(generate, fleet.vocab):
+        return Rejected(request_id, "bad_request", why)
+    if why := too_long(prompt_tokens, fleet.context_limit()):
+        numbers = {"prompt_tokens": prompt_tokens, "max_context": fleet.context_limit()}
+        return Rejected(request_id, "context_length_exceeded", why, numbers)
+    if may_start:
+        return None
+    if queue.fresh >= max_queued:
+        numbers = {"queued": queue.fresh, "max_queued": max_queued}
+        return Rejected(request_id, "queue_full", f"{queue.fresh} requests are waiting already", numbers)
+    if queue.fresh_tokens + prompt_tokens > MAX_QUEUED_TOKENS:
+        numbers = {"queued_tokens": queue.fresh_tokens, "max_queued_tokens": MAX_QUEUED_TOKENS}
+        return Rejected(request_id, "queue_full", f"{queue.fresh_tokens} prompt tokens are waiting already", numbers)
+    return None
+
+
+def too_long(prompt_tokens: int, max_context: int) -> str:
+    """Why no worker could ever run such a prompt, or nothing. `max_context` 0: no worker is known yet."""
+    if not max_context or prompt_tokens + 1 <= max_context:
+        return ""
+    return f"the prompt has {prompt_tokens} tokens and needs room for one more; the context has {max_context}"
+
+
+def nonsense(generate: Generate, vocab: int) -> str:
+    """What is wrong with a request whose types are right, or nothing. `vocab` 0: not known."""
+    prompt = generate.prompt_token_ids
+    if not prompt:
+        return "the prompt is empty"
+    if generate.min_tokens > generate.max_tokens:
+        return f"min_tokens {generate.min_tokens} is larger than max_tokens {generate.max_tokens}"
+    if vocab:
+        highest = max(max(prompt), max(generate.sampling.logit_bias, default=0))
+        if highest >= vocab:
+            return f"token id {highest} is not in the vocabulary of {vocab}"
+    return ""

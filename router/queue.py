@@ -1,0 +1,42 @@
+"""The queue: requests that wait for a seat; replayed ones first, then by class and arrival. PURE."""
+
+from bisect import bisect_left, insort
+from collections.abc import Iterator
+
+from router.request import Request
+
+
+class Queue:
+    """`fresh` counts those that no worker has had yet, `fresh_tokens` the tokens of their prompts: only these are bounded."""
+
+    def __init__(self) -> None:
+        self.fresh = 0
+        self.fresh_tokens = 0
+        self._requests: list[Request] = []  # sorted by _order
+
+    def __len__(self) -> int:
+        return len(self._requests)
+
+    def __iter__(self) -> Iterator[Request]:
+        """In order; the queue may change meanwhile."""
+        return iter(self._requests[:])
+
+    def add(self, request: Request) -> None:
+        insort(self._requests, request, key=_order)
+        self._count(request, 1)
+
+    def discard(self, request: Request) -> None:
+        """Take it out, if it is in."""
+        index = bisect_left(self._requests, _order(request), key=_order)
+        if index < len(self._requests) and self._requests[index] is request:
+            del self._requests[index]
+            self._count(request, -1)
+
+    def _count(self, request: Request, by: int) -> None:
+        if not request.started:
+            self.fresh += by
+            self.fresh_tokens += by * request.prompt_tokens
+
+
+def _order(request: Request) -> tuple[bool, int, int]:
+    return (not request.started, request.generate.priority, request.arrival)

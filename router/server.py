@@ -1,0 +1,249 @@
+"""The router's shell: sockets in, the ledger's actions out, the clock, status. It decides nothing about requests."""
+
+import asyncio
+import secrets
+import time
+from collections import Counter
+from pathlib import Path
+
+import zmq
+from zmq.utils.monitor import recv_monitor_message
+
+from router.actions import Action, ToClient
+from router.hostcache_link import HostCacheLink
+from router.ledger import Ledger
+from router.metrics import Metrics
+from router.outlet import Outlet
+from router.status import status_of
+from wire import sockets
+from wire.codec import Decoder, ProtocolError, pack
+from wire.messages import ClientToRouter, GetStatus, Rejected, WorkerToRouter
+from wire.service import log, notify
+
+TICK_S = 0.05
+RETRY_S = 0.01  # while some peer is full
+PROBE_DELAY_S = 0.02  # after a disconnect: by then the socket knows it too
+WATCHDOG_S = 2.0
+BATCH = 256  # messages taken in from one socket before the other has its turn
+MAX_BAD_FRAMES = 100  # of one peer; from then on nothing it says is read
+MAX_BAD_PEERS = 1000
+_CLIENTS: Decoder[ClientToRouter] = Decoder(ClientToRouter)
+_WORKERS: Decoder[WorkerToRouter] = Decoder(WorkerToRouter)
+
+
+class Server:
+    """Owns both ROUTER sockets and the ledger. `run` returns when a drain is done."""
+
+    def __init__(self, run_dir: str | Path, max_queued: int, drain_s: float) -> None:
+        self.ledger = Ledger(max_queued, lambda: secrets.randbits(63))
+        self._run_dir = Path(run_dir)
+        self._drain_s = drain_s
+        self._metrics = Metrics(self.ledger)
+        self._hostcache = HostCacheLink(sockets.hostcache_path(run_dir))
+        self._bad = {"client": Counter[bytes](), "worker": Counter[bytes]()}
+        self._questions: list[tuple[bytes, GetStatus]] = []
+        self._asked = asyncio.Event()
+        self._done = asyncio.Event()
+        self._turn_due = self._probe_due = self._retry_due = False
+        self._watchdog_at = 0.0
+
+    def open(self) -> None:
+        """Bind the sockets. zmq.ZMQError or ValueError if the run directory does not do."""
+        context = zmq.Context.instance()
+        self._clients = sockets.router_socket(context, sockets.client_address(self._run_dir))
+        self._workers = sockets.router_socket(context, sockets.worker_address(self._run_dir))
+        self._monitors = [socket.get_monitor_socket(zmq.EVENT_DISCONNECTED) for socket in (self._clients, self._workers)]
+        self._to_clients, self._to_workers = Outlet(self._clients), Outlet(self._workers)
+
+    async def run(self) -> None:
+        """Serve on the open sockets until a drain has ended."""
+        self._loop = asyncio.get_running_loop()
+        readers = [(self._clients, self._turn), (self._workers, self._turn), *((m, self._watch) for m in self._monitors)]
+        for socket, callback in readers:
+            self._loop.add_reader(socket.getsockopt(zmq.FD), callback)
+        tasks = [asyncio.create_task(self._answer_questions()), asyncio.create_task(self._tick())]
+        notify("READY=1\nSTATUS=serving")
+        try:
+            await self._until_done(tasks)
+        finally:
+            for task in tasks:
+                task.cancel()
+            for socket, _ in readers:
+                self._loop.remove_reader(socket.getsockopt(zmq.FD))
+            self._close()
+
+    def stop(self) -> None:
+        """First: drain. Again: end every stream now."""
+        now = time.monotonic()
+        if not self.ledger.draining:
+            log.info("draining: %d requests have %g s to end", len(self.ledger.requests), self._drain_s)
+            notify("STOPPING=1\nSTATUS=draining")
+            self._act(self.ledger.drain(now, self._drain_s), now)
+        else:
+            self._act(self.ledger.abort(now), now)
+        self._turn_soon()
+
+    async def _until_done(self, tasks: list[asyncio.Task[None]]) -> None:
+        done = asyncio.create_task(self._done.wait())
+        try:
+            ended, _ = await asyncio.wait([done, *tasks], return_when=asyncio.FIRST_COMPLETED)
+            for task in ended:
+                task.result()  # a task that failed ends the process: whoever started us starts us again
+        finally:
+            done.cancel()
+
+    def _close(self) -> None:
+        self._hostcache.close()
+        for monitor in self._monitors:
+            monitor.close(linger=0)
+        for socket, name in ((self._clients, "client.sock"), (self._workers, "worker.sock")):
+            socket.disable_monitor()
+            socket.close()  # lingers for what was sent last
+            (self._run_dir / name).unlink(missing_ok=True)
+
+    # in ---------------------------------------------------------------------------------------------------------------
+    def _turn_soon(self) -> None:
+        """Look at the sockets once more. Each send may swallow the edge of a socket's FD, which only tells of changes."""
+        if not self._turn_due:
+            self._turn_due = True
+            self._loop.call_soon(self._turn)
+
+    def _turn(self) -> None:
+        """Take in a bounded batch of each socket, in order; again, until a turn finds nothing."""
+        self._turn_due = False
+        now = time.monotonic()
+        heard = self._drain_workers(now) + self._drain_clients(now)
+        if heard:
+            self._turn_soon()
+        if self.ledger.draining and self.ledger.idle and not self._to_clients.full:
+            self._done.set()
+
+    def _drain_workers(self, now: float) -> int:
+        for count in range(BATCH):
+            try:
+                identity, *parts = self._workers.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return count
+            try:
+                message = _WORKERS.decode(parts)
+            except ProtocolError as error:
+                self._bad_message("worker", identity, error)
+                continue
+            self._act(self.ledger.from_worker(identity, message, now), now)
+        return BATCH
+
+    def _drain_clients(self, now: float) -> int:
+        for count in range(BATCH):
+            try:
+                identity, *parts = self._clients.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return count
+            if self._bad["client"].get(identity, 0) >= MAX_BAD_FRAMES:
+                continue
+            try:
+                message = _CLIENTS.decode(parts)
+            except ProtocolError as error:
+                self._bad_message("client", identity, error)
+                self._refuse(identity, error, now)
+                continue
+            if isinstance(message, GetStatus):
+                self._questions.append((identity, message))
+                self._asked.set()
+            else:
+                self._act(self.ledger.from_client(identity, message, now), now)
+        return BATCH
+
+    def _bad_message(self, sender: str, identity: bytes, error: ProtocolError) -> None:
+        self.ledger.totals.bad_messages[sender] += 1
+        bad = self._bad[sender]
+        if identity not in bad and len(bad) >= MAX_BAD_PEERS:
+            del bad[next(iter(bad))]
+        bad[identity] += 1
+        if bad[identity] in (1, MAX_BAD_FRAMES):
+            log.warning("bad message number %d of %s %s: %.200s", bad[identity], sender, identity.hex()[:16], error)
+
+    def _refuse(self, client: bytes, error: ProtocolError, now: float) -> None:
+        """Tell who can be told. A living stream of that id is not meant."""
+        if error.request_id and error.request_id not in self.ledger.requests:
+            self.ledger.totals.rejected["bad_request"] += 1
+            rejected = Rejected(error.request_id, "bad_request", str(error)[:500])
+            self._to_client(client, pack(rejected), now)
+
+    def _watch(self) -> None:
+        """Somebody's connection broke: find out whose."""
+        for monitor in self._monitors:
+            try:
+                while True:
+                    recv_monitor_message(monitor, zmq.NOBLOCK)
+                    if not self._probe_due:
+                        self._probe_due = True
+                        self._loop.call_later(PROBE_DELAY_S, self._probe)
+            except zmq.Again:
+                continue
+
+    # out --------------------------------------------------------------------------------------------------------------
+    def _act(self, actions: list[Action], now: float) -> None:
+        """Do what the ledger wants. A peer that turns out to be gone is an event of its own, handled after the others."""
+        while actions:
+            lost_clients, lost_workers = set[bytes](), set[bytes]()
+            for action in actions:
+                if isinstance(action, ToClient):
+                    if action.client not in lost_clients and not self._to_clients.send(
+                        action.client, action.payload, now, action.probe
+                    ):
+                        lost_clients.add(action.client)
+                elif action.worker not in lost_workers and not self._to_workers.send(
+                    action.worker, pack(action.message), now, action.probe
+                ):
+                    lost_workers.add(action.worker)
+            actions = [
+                *(more for worker in lost_workers for more in self.ledger.worker_lost(worker, now)),
+                *(more for client in lost_clients for more in self.ledger.client_lost(client, now)),
+            ]
+        if (self._to_clients.full or self._to_workers.full) and not self._retry_due:
+            self._retry_due = True
+            self._loop.call_later(RETRY_S, self._retry)
+
+    def _retry(self) -> None:
+        self._retry_due = False
+        now = time.monotonic()
+        actions = [
+            *(action for worker in self._to_workers.retry(now) for action in self.ledger.worker_lost(worker, now)),
+            *(action for client in self._to_clients.retry(now) for action in self.ledger.client_lost(client, now)),
+        ]
+        self._act(actions, now)
+        self._turn_soon()
+
+    def _to_client(self, client: bytes, payload: bytes, now: float) -> None:
+        if not self._to_clients.send(client, payload, now):
+            self._act(self.ledger.client_lost(client, now), now)
+
+    # time -------------------------------------------------------------------------------------------------------------
+    def _probe(self) -> None:
+        self._probe_due = False
+        now = time.monotonic()
+        self._act(self.ledger.probe(now), now)
+        self._turn_soon()
+
+    async def _tick(self) -> None:
+        while True:
+            now = time.monotonic()
+            self._act(self.ledger.tick(now), now)
+            self._turn_soon()
+            if now - self._watchdog_at >= WATCHDOG_S:
+                self._watchdog_at = now
+                notify("WATCHDOG=1")
+            await asyncio.sleep(TICK_S)
+
+    async def _answer_questions(self) -> None:
+        """Each answer is made after its question has come, from a host cache asked after it, too. Many questions share one."""
+        while True:
+            await self._asked.wait()
+            self._asked.clear()
+            questions, self._questions = self._questions, []
+            budget = await self._hostcache.budget()
+            now = time.monotonic()
+            status = status_of(self.ledger, budget, self._metrics.text(budget, now), now)
+            for client, question in questions:
+                self._to_client(client, pack(status(question.request_id)), now)
+            self._turn_soon()
