@@ -1,4 +1,4 @@
-"""`python -m sim --schedules 2000 --seed 1`: random schedules through the real scheduler; a failing seed prints how to repeat it."""
+"""`python -m sim --schedules 2000 --seed 1`: random schedules through the real scheduler; a failing one says how to repeat it."""
 
 import argparse
 import sys
@@ -11,7 +11,7 @@ from sim.world import World
 
 
 def sweep(first_seed: int, schedules: int) -> Counter[str]:
-    """Play the schedules of `schedules` seeds and add up what happened. An AssertionError carries the failing seed in its notes."""
+    """Play the schedules of `schedules` seeds and add up what happened. An error carries the command that repeats it."""
     total: Counter[str] = Counter()
     for seed in range(first_seed, first_seed + schedules):
         try:
@@ -30,7 +30,7 @@ def main() -> int:
     began = time.perf_counter()
     try:
         total = sweep(options.seed, options.schedules)
-    except Exception:  # printed whole, with its seed; the exit status says that it failed
+    except Exception:  # noqa: BLE001  printed whole, with its seed; the exit status says that it failed
         traceback.print_exc()
         return 1
     took_s = time.perf_counter() - began

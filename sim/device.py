@@ -1,7 +1,7 @@
 """The fake device: shadow cells instead of keys and values, and a fake model that computes from the cells it reads.
 
-Each cell holds a hash of every cell before it and of its own token, read through the block table as attention reads. So a cell that
-is stale, torn, missing or somebody else's changes every later token, and the text is compared with the reference.
+Each cell holds a hash of every cell before it and of its own token, read through the block table as attention reads. So a cell
+that is stale, torn, missing or somebody else's changes every later token, and the text is compared with the reference.
 """
 
 import random

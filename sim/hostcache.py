@@ -1,4 +1,4 @@
-"""The fake host cache: a strict budget in bytes, images that lie in leases, and copies that move one half at once and one later."""
+"""The fake host cache: a strict budget in bytes, images that lie in leases, and copies that move half now and half later."""
 
 from msgspec import Struct
 

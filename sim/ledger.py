@@ -28,7 +28,7 @@ class Stream(Struct):
     def emit(self, action: Emit) -> None:
         assert self.finish is None, f"{action.request_id} says something after its last word"
         assert not self.away, f"{action.request_id} emits while it is parked"
-        assert action.offset == len(self.delivered), f"{action.request_id} emits offset {action.offset} after {len(self.delivered)}"
+        assert action.offset == len(self.delivered), f"{action.request_id}: {action.offset=}, not {len(self.delivered)}"
         self.delivered += action.tokens
         if action.prompt_logprobs:
             have = len(self.prompt_logprobs)

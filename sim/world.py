@@ -251,4 +251,3 @@ def _bucket(parks: int) -> str:
 
 def _usage_now(stream: Stream) -> Usage:
     return Usage(prompt_tokens=len(stream.generate.prompt_token_ids), completion_tokens=len(stream.delivered))
-

@@ -1,0 +1,1 @@
+"""Stories about the policy: events in, actions out, virtual time."""
