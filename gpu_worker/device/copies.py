@@ -1,0 +1,45 @@
+"""Copying blocks between the pool and the arena, piece by piece, with a checksum of each block. It decides nothing.
+
+The checksum is xxh3_64 with a seed made of the image's tags and the block's number in it, so that whole and right bytes of
+another owner, request, layout, position or block are a mismatch too. It is fused with the copy: a piece is hashed while it
+is still in the processor's cache.
+"""
+
+from collections.abc import Generator, Iterable
+
+import numpy as np
+import xxhash
+
+PIECE_BYTES = 256 << 10  # the copy can stop after each
+
+_MASK = 2**64 - 1
+
+
+def tag_seed(worker: str, request_id: str, layout: str, position: int) -> int:
+    """Seed (64 bits) of an image: who wrote it, for which request, in which layout, at which number of cells."""
+    return xxhash.xxh3_64_intdigest("\0".join((worker, request_id, layout, str(position))).encode())
+
+
+def save_block(block: np.ndarray, arena: np.ndarray, seed: int, index: int) -> Generator[int, None, int]:
+    """Copy `block` to `arena` (both uint8 [n]). Yields each piece's bytes; returns the checksum of the image's block `index`."""
+    return (yield from _copy(block, arena, block, seed + index))
+
+
+def load_block(arena: np.ndarray, block: np.ndarray, seed: int, index: int) -> Generator[int, None, int]:
+    """Copy `arena` back into `block` (uint8 [n]). Yields each piece's bytes; returns the checksum of what now is in `block`."""
+    return (yield from _copy(arena, block, block, seed + index))
+
+
+def image_checksum(checksums: Iterable[int]) -> int:
+    """One number (63 bits) for all blocks' checksums in order."""
+    return xxhash.xxh3_64_intdigest(np.fromiter(checksums, np.uint64).tobytes()) >> 1
+
+
+def _copy(source: np.ndarray, target: np.ndarray, hashed: np.ndarray, seed: int) -> Generator[int, None, int]:
+    digest = xxhash.xxh3_64(seed=seed & _MASK)
+    for start in range(0, len(hashed), PIECE_BYTES):
+        end = min(start + PIECE_BYTES, len(hashed))
+        target[start:end] = source[start:end]
+        digest.update(hashed[start:end])
+        yield end - start
+    return digest.intdigest()
