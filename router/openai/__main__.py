@@ -116,7 +116,12 @@ async def _drain(serving: Serving, server: uvicorn.Server, stop: asyncio.Event, 
     await asyncio.wait(ends, timeout=drain_s + CLOSING_S, return_when=asyncio.FIRST_COMPLETED)
     for end in ends:
         end.cancel()
-    server.force_exit = hurry.is_set()
+    serving.cut.set()
+    try:
+        async with asyncio.timeout(CLOSING_S):
+            await serving.idle.wait()
+    except TimeoutError:
+        server.force_exit = True  # clients that do not read
     server.should_exit = True
 
 

@@ -4,7 +4,7 @@ What is particular to an endpoint (the shape of chunks and bodies) is in chat.py
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Iterable, Sequence
 from contextlib import asynccontextmanager
 from typing import Protocol
 
@@ -15,11 +15,11 @@ from starlette.types import Receive, Scope, Send
 
 from router.client import RejectedError, Stream
 from router.openai.choice import Choice, Piece
-from router.openai.errors import ApiError, from_rejected, router_lost
+from router.openai.errors import ApiError, from_rejected, router_lost, shutting_down
 from router.openai.params import Params, sibling_seed
 from router.openai.replies import ParkadeReply, UsageReply, parkade_reply, usage_reply
 from router.openai.serving import Serving
-from router.openai.streaming import DONE, ClientGoneError, EventStream, all_of, event, unless_gone
+from router.openai.streaming import DONE, ClientGoneError, EventStream, all_of, event, hang_up, unless
 from wire.messages import Finished, Generate, Notice, Tokens
 
 ACCEPT_TIMEOUT_S = 1.8  # an error has to be out within 2 s
@@ -68,7 +68,7 @@ class Answer(Response):
         work = self._stream(send) if self._params.stream else self._collect(scope, receive, send)
         try:
             with self._serving.answering():
-                await unless_gone(receive, work)
+                await unless(hang_up(receive), work, ClientGoneError())
         except ClientGoneError:
             pass
         finally:
@@ -77,7 +77,7 @@ class Answer(Response):
     async def _collect(self, scope: Scope, receive: Receive, send: Send) -> None:
         pieces = [Piece() for _ in self._choices]
         async with self._accepted() as streams:
-            await all_of(
+            await self._follow(
                 self._collect_one(stream, choice, piece)
                 for stream, choice, piece in zip(streams, self._choices, pieces, strict=True)
             )
@@ -101,7 +101,9 @@ class Answer(Response):
             await out.start()
             warm = asyncio.ensure_future(out.keep_alive())
             try:
-                await all_of(self._stream_one(stream, choice, out) for stream, choice in zip(streams, self._choices, strict=True))
+                await self._follow(
+                    self._stream_one(stream, choice, out) for stream, choice in zip(streams, self._choices, strict=True)
+                )
             except (ApiError, ConnectionError) as error:
                 told = error if isinstance(error, ApiError) else router_lost()
                 await out.end(event(told.body()) + DONE)
@@ -124,6 +126,10 @@ class Answer(Response):
                     await out.go_on(choice.index)
                 case Finished():
                     await self._show(choice, choice.finish(message), out, last=True)
+
+    async def _follow(self, work: Iterable[Awaitable[None]]) -> None:
+        """All choices to their ends; the first error, or the end of a drain, ends all of them."""
+        await unless(self._serving.cut.wait(), all_of(work), shutting_down())
 
     async def _show(self, choice: Choice, piece: Piece, out: EventStream, last: bool = False) -> None:
         """Write what there is to see. The last choice's finish waits for `_last_events`, which know the sums."""

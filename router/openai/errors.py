@@ -73,6 +73,11 @@ def router_lost() -> ApiError:
     return ApiError(503, "The router does not answer.", code="router_lost", retry_after_s=2)
 
 
+def shutting_down() -> ApiError:
+    """503: no new answers, and no more time for this one."""
+    return ApiError(503, "The server is shutting down.", code="draining", retry_after_s=2)
+
+
 def from_rejected(code: str, message: str, numbers: Mapping[str, int]) -> ApiError:
     """The HTTP error for a request that the router refused."""
     told = ", ".join(f"{name} {number}" for name, number in numbers.items())

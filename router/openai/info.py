@@ -6,7 +6,7 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from router.openai.errors import ApiError
+from router.openai.errors import ApiError, shutting_down
 from router.openai.limits import MAX_BODY_BYTES
 from router.openai.params import MAX_N, MAX_STOP_STRINGS, MAX_STREAMS
 from router.openai.serving import Serving
@@ -30,7 +30,7 @@ async def health(request: Request) -> Response:
     serving: Serving = request.app.state.serving
     status = await serving.status()
     if serving.draining or status.draining:
-        raise ApiError(503, "The server is shutting down.", code="draining", retry_after_s=2)
+        raise shutting_down()
     if not status.ready:
         raise ApiError(503, status.reason or "The server is not ready.", code="not_ready", retry_after_s=2)
     return _json({"status": "ok"})

@@ -13,7 +13,7 @@ from typing import TypeVar
 import msgspec
 
 from router.client import Client
-from router.openai.errors import ApiError, context_too_small, router_lost
+from router.openai.errors import ApiError, context_too_small, router_lost, shutting_down
 from router.openai.text import Text
 from wire.config import Config, ConfigError
 from wire.messages import Status
@@ -40,6 +40,7 @@ class Serving:
         self.draining = False
         self.idle = asyncio.Event()
         self.idle.set()
+        self.cut = asyncio.Event()  # set when a drain has no more time: answers under way end with an error
         self._digests = tuple(hashlib.sha256(key).digest() for key in api_keys)
         self._longest_token_bytes = max(len(text.token_bytes(i)) for i in range(text.vocab_size))
         self.active = 0
@@ -49,7 +50,7 @@ class Serving:
     def answering(self) -> Iterator[None]:
         """Counts one answer under way; `idle` is set while there is none. ApiError 503 once draining."""
         if self.draining:
-            raise ApiError(503, "The server is shutting down.", code="draining", retry_after_s=2)
+            raise shutting_down()
         self.active += 1
         self.idle.clear()
         try:

@@ -1,7 +1,7 @@
 """Answers as server-sent events, written straight to ASGI; and the watch for a client that hangs up."""
 
 import asyncio
-from collections.abc import Awaitable, Coroutine, Iterable
+from collections.abc import Awaitable, Iterable
 from typing import Any
 
 from starlette.types import Receive, Send
@@ -80,16 +80,21 @@ def event(data: bytes) -> bytes:
     return b"data: " + data + b"\n\n"
 
 
-async def unless_gone(receive: Receive, work: Coroutine[Any, Any, None]) -> None:
-    """Run `work`; if the client hangs up first, cancel it, wait until it has cleaned up, and raise ClientGoneError."""
-    working = asyncio.ensure_future(work)
-    gone = asyncio.ensure_future(_hang_up(receive))
+async def hang_up(receive: Receive) -> None:
+    """Ends when the client has gone. The body must have been read before."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def unless(event: Awaitable[object], work: Awaitable[None], error: Exception) -> None:
+    """Run `work`; if `event` comes first, cancel the work, wait until it has cleaned up, and raise `error`."""
+    working, waiting = asyncio.ensure_future(work), asyncio.ensure_future(event)
     try:
-        await asyncio.wait((working, gone), return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait((working, waiting), return_when=asyncio.FIRST_COMPLETED)
         if not working.done():
-            raise ClientGoneError
+            raise error
     finally:
-        await _cancel((working, gone))
+        await _cancel((working, waiting))
     working.result()
 
 
@@ -102,11 +107,6 @@ async def all_of(work: Iterable[Awaitable[None]]) -> None:
         await _cancel(tasks)
     for task in done:
         task.result()
-
-
-async def _hang_up(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
 
 
 async def _cancel(tasks: Iterable[asyncio.Future[Any]]) -> None:
