@@ -14,33 +14,15 @@ from router.fleet import Fleet, Worker
 from router.queue import Queue
 from router.request import Request
 from router.totals import Totals
-from wire.messages import (
-    Accepted,
-    Cancel,
-    ClientToRouter,
-    Credit,
-    Finished,
-    Generate,
-    Goodbye,
-    Hello,
-    Load,
-    Notice,
-    Park,
-    Ping,
-    Rejected,
-    Resume,
-    RouterToWorker,
-    Submit,
-    Tokens,
-    Usage,
-    WorkerToRouter,
-)
+from wire import messages
 
 PING_S = 0.25
 CREDIT_PARK_S = 2.0  # without credit: the stream is parked
 CREDIT_LOST_S = 60.0  # without credit: it ends
 MAX_REPLAYS = 8  # without a new token in between
 STALL_S = 1.0  # a tick that comes so late means that we stood still, not the others
+
+OfStream = messages.Tokens | messages.Notice | messages.Finished
 
 
 class Ledger:
@@ -75,51 +57,47 @@ class Ledger:
     def parked(self) -> int:
         return sum(request.parked_at is not None for request in self.requests.values())
 
-    @property
-    def idle(self) -> bool:
-        """Every client has had its last word."""
-        return not self.requests
-
     # events -----------------------------------------------------------------------------------------------------------
-    def from_client(self, client: bytes, message: ClientToRouter, now: float) -> list[Action]:
+    def from_client(self, client: bytes, message: messages.ClientToRouter, now: float) -> list[Action]:
         """What a client says. GetStatus is answered by the shell."""
         match message:
-            case Generate():
+            case messages.Generate():
                 self._generate(client, message, now)
-            case Credit(request_id, consumed_bytes):
+            case messages.Credit(request_id, consumed_bytes):
                 request = self.requests.get(request_id)
                 if request is not None and request.client == client and self._delivery.credit(request, consumed_bytes, now):
                     self._credited(request, now)
-            case Cancel(request_id):
+            case messages.Cancel(request_id):
                 if (request := self.requests.get(request_id)) is not None:
                     self._cancel(request, now)
-            case Park(request_id):
+            case messages.Park(request_id):
                 if (request := self.requests.get(request_id)) is not None and not request.held:
                     request.held = True
-                    self._to_worker(request, Park(request_id))
-            case Resume(request_id):
+                    self._to_worker(request, messages.Park(request_id))
+            case messages.Resume(request_id):
                 if (request := self.requests.get(request_id)) is not None and request.held:
                     request.held = False
-                    self._to_worker(request, Resume(request_id))
+                    self._to_worker(request, messages.Resume(request_id))
                     self._dispatch(now)
         return self._take()
 
-    def from_worker(self, identity: bytes, message: WorkerToRouter, now: float) -> list[Action]:
+    def from_worker(self, identity: bytes, message: messages.WorkerToRouter, now: float) -> list[Action]:
         """What a worker says. A former life, a lost worker and a request that is not its own change nothing."""
         worker = self.fleet.workers.get(identity)
         match message:
-            case Hello():
+            case messages.Hello():
                 self._hello(identity, message, now)
-            case Load() if worker is not None:
+            case messages.Load() if worker is not None:
                 self._load(worker, message, now)
-            case Goodbye() if worker is not None:
+            case messages.Goodbye() if worker is not None:
                 self._lose(worker, now)
                 self._forget(worker)
-            case Tokens() | Notice() | Finished() if worker is not None:
+                self._dispatch(now)
+            case _ if worker is not None:
                 request = worker.assigned.get(message.request_id)
                 if request is not None:
                     self._of_stream(worker, request, message, now)
-                elif isinstance(message, Finished) and worker.stale.pop(message.request_id, None) is not None:
+                elif isinstance(message, messages.Finished) and worker.stale.pop(message.request_id, None) is not None:
                     self._dispatch(now)
         return self._take()
 
@@ -136,6 +114,7 @@ class Ledger:
         worker = self.fleet.workers.get(identity)
         if worker is not None and not worker.lost:
             self._lose(worker, now)
+            self._dispatch(now)
         return self._take()
 
     def drain(self, now: float, drain_s: float) -> list[Action]:
@@ -178,7 +157,7 @@ class Ledger:
         return self._take()
 
     # requests ---------------------------------------------------------------------------------------------------------
-    def _generate(self, client: bytes, generate: Generate, now: float) -> None:
+    def _generate(self, client: bytes, generate: messages.Generate, now: float) -> None:
         if (rejected := self._refused(generate, now)) is not None:
             self.totals.rejected[rejected.code] += 1
             self._delivery.reject(client, rejected)
@@ -186,20 +165,20 @@ class Ledger:
         if generate.sampling.seed is None:
             generate = replace(generate, sampling=replace(generate.sampling, seed=self._draw_seed()))
         self._arrivals += 1
-        request = Request(generate, client, self._arrivals, now, usage=Usage(prompt_tokens=len(generate.prompt_token_ids)))
+        request = Request(generate, client, self._arrivals, now)
         self.requests[request.request_id] = request
         self._delivery.add(request)
         self.totals.accepted += 1
         self.totals.prompt_tokens += request.prompt_tokens
-        self._delivery.send(request, Accepted(request.request_id, generate.sampling.seed), now)
+        self._delivery.send(request, messages.Accepted(request.request_id, generate.sampling.seed), now)
         self._queue.add(request)
         self._dispatch(now)
 
-    def _refused(self, generate: Generate, now: float) -> Rejected | None:
+    def _refused(self, generate: messages.Generate, now: float) -> messages.Rejected | None:
         if generate.request_id in self.requests:
-            return Rejected(generate.request_id, "duplicate_id", "a request with this id is still alive")
+            return messages.Rejected(generate.request_id, "duplicate_id", "a request with this id is still alive")
         if self.draining:
-            return Rejected(generate.request_id, "draining", "the server is stopping")
+            return messages.Rejected(generate.request_id, "draining", "the server is stopping")
         may_start = not len(self._queue) and bool(self.fleet.takers(now))
         return refusal(generate, self.fleet, self._queue, self.max_queued, may_start)
 
@@ -209,15 +188,15 @@ class Ledger:
             self._end_with(request, "cancelled", now)
         elif not request.cancelled:
             request.cancelled = True
-            self._to_worker(request, Cancel(request.request_id))
+            self._to_worker(request, messages.Cancel(request.request_id))
 
     def _end_with(self, request: Request, reason: str, now: float, error: str = "", code: str = "") -> None:
         """End it by our own word, wherever it is."""
         self._leave_worker(request, now)
         usage = replace(request.usage, completion_tokens=len(request.tokens))
-        self._end(request, Finished(request.request_id, reason, usage, error, code), now, at_once=True)
+        self._end(request, messages.Finished(request.request_id, reason, usage, error, code), now, at_once=True)
 
-    def _end(self, request: Request, finished: Finished, now: float, at_once: bool) -> None:
+    def _end(self, request: Request, finished: messages.Finished, now: float, at_once: bool) -> None:
         """The last word; if not `at_once`, behind the tokens that still wait for credit."""
         self._queue.discard(request)
         if request.parked_at is not None:
@@ -246,17 +225,19 @@ class Ledger:
             self._end_with(request, "error", now, why, "drain_timeout")
 
     # streams ----------------------------------------------------------------------------------------------------------
-    def _of_stream(self, worker: Worker, request: Request, message: Tokens | Notice | Finished, now: float) -> None:
+    def _of_stream(self, worker: Worker, request: Request, message: OfStream, now: float) -> None:
         match message:
-            case Tokens():
+            case messages.Tokens():
                 new = request.append(message)
                 if new < 0:  # something was lost on the way, or the worker is wrong
                     self._take_away(request, now)
                     return
                 if new:
-                    self._count_tokens(request, new, now)
+                    self.totals.tokens(new, now - (request.token_at or request.arrived_at), first=request.token_at is None)
+                    request.token_at = now
+                    request.replays = 0
                 self._delivery.flush(request, now)
-            case Notice(event=event, kind=kind, parked_ms=parked_ms, usage=usage):
+            case messages.Notice(event=event, kind=kind, parked_ms=parked_ms, usage=usage):
                 request.usage = usage
                 if event == "parked":
                     request.parked_at = now
@@ -267,31 +248,23 @@ class Ledger:
                 if request.has_credit:  # the totals are told again by the next one and by Finished
                     self._delivery.send(request, message, now)
                 self._dispatch(now)
-            case Finished(reason="cancelled") if not request.cancelled:
-                worker.drop(request)  # it took us for gone
-                self._replay(request, now)
-                self._dispatch(now)
-            case Finished():
+            case messages.Finished(reason=reason, usage=usage):
                 worker.drop(request)
-                request.usage = message.usage
-                self._end(request, message, now, at_once=message.reason == "cancelled")
+                took_us_for_gone = reason == "cancelled" and not request.cancelled
+                lost_tokens = reason in ("stop", "length") and usage.completion_tokens > len(request.tokens)
+                if took_us_for_gone or lost_tokens:
+                    self._replay(request, now)
+                else:
+                    request.usage = usage
+                    self._end(request, message, now, at_once=reason == "cancelled")
                 self._dispatch(now)
-
-    def _count_tokens(self, request: Request, new: int, now: float) -> None:
-        self.totals.tokens_generated += new
-        if request.token_at is None:
-            self.totals.first_token_s.observe(now - request.arrived_at)
-        else:
-            self.totals.gap_s.observe(now - request.token_at)
-        request.token_at = now
-        request.replays = 0
 
     def _credited(self, request: Request, now: float) -> None:
         if self._delivery.flush(request, now) and request.finished is not None:
             self._send_last(request, now)
         elif request.credit_held and request.has_credit:
             request.credit_held = False
-            self._to_worker(request, Resume(request.request_id, "credit"))
+            self._to_worker(request, messages.Resume(request.request_id, "credit"))
             self._dispatch(now)
 
     def _check_credit(self, request: Request, now: float) -> None:
@@ -300,7 +273,7 @@ class Ledger:
             self._end_with(request, "error", now, f"the client took in nothing for {CREDIT_LOST_S:.0f} s", "slow_client")
         elif now - request.blocked_at >= CREDIT_PARK_S and not request.credit_held:
             request.credit_held = True
-            self._to_worker(request, Park(request.request_id, "credit"))
+            self._to_worker(request, messages.Park(request.request_id, "credit"))
 
     # queue ------------------------------------------------------------------------------------------------------------
     def _dispatch(self, now: float) -> None:
@@ -327,7 +300,7 @@ class Ledger:
         worker.take(request)
         if request.parked_at is not None:
             self._resumed_elsewhere(request, now)
-        self._to_worker(request, Submit(request.generate, request.arrival, request.tokens[:], request.usage))
+        self._to_worker(request, messages.Submit(request.generate, request.arrival, request.tokens[:], request.usage))
 
     def _resumed_elsewhere(self, request: Request, now: float) -> None:
         """Its worker was lost while it was parked: the pause ends where the next life begins."""
@@ -336,11 +309,11 @@ class Ledger:
         self.totals.parked_s.observe(pause_s)
         pause_ms = round(1000 * pause_s)
         request.usage = replace(request.usage, parked_ms=request.usage.parked_ms + pause_ms)
-        notice = Notice(request.request_id, "resumed", request.park_kind, "recompute", pause_ms, request.usage)
+        notice = messages.Notice(request.request_id, "resumed", request.park_kind, "recompute", pause_ms, request.usage)
         self._delivery.send(request, notice, now)
 
     # workers ----------------------------------------------------------------------------------------------------------
-    def _hello(self, identity: bytes, hello: Hello, now: float) -> None:
+    def _hello(self, identity: bytes, hello: messages.Hello, now: float) -> None:
         worker = self.fleet.hello(identity, hello, now)
         if worker is None:
             return
@@ -358,13 +331,13 @@ class Ledger:
             if why := too_long(request.prompt_tokens, self.fleet.context_limit()):
                 self._end_with(request, "error", now, why, "context_length_exceeded")
 
-    def _load(self, worker: Worker, load: Load, now: float) -> None:
+    def _load(self, worker: Worker, load: messages.Load, now: float) -> None:
         self.totals.heard(worker.identity, load.counters)
         if worker.lost:
             self._return(worker, now)
         for request_id in worker.heard(load, now):
             worker.stale[request_id] = now
-            self._out.append(ToWorker(worker.identity, Cancel(request_id)))
+            self._out.append(ToWorker(worker.identity, messages.Cancel(request_id)))
         for request in worker.vanished(now):
             self._take_away(request, now)
         self._dispatch(now)
@@ -374,17 +347,16 @@ class Ledger:
         worker.lost = False
         for request_id in worker.stale:
             worker.stale[request_id] = now
-            self._out.append(ToWorker(worker.identity, Cancel(request_id)))
+            self._out.append(ToWorker(worker.identity, messages.Cancel(request_id)))
 
     def _lose(self, worker: Worker, now: float) -> None:
         """Its requests go to the front of the queue, with what they have."""
+        self.totals.workers_lost += not worker.lost
         worker.lost = True
-        self.totals.workers_lost += 1
         for request in list(worker.assigned.values()):
             worker.drop(request)
             worker.stale[request.request_id] = now
             self._replay(request, now)
-        self._dispatch(now)
 
     def _forget(self, worker: Worker) -> None:
         self.totals.ended(worker.identity)
@@ -402,7 +374,7 @@ class Ledger:
             return
         worker = self.fleet.workers[request.worker]
         if not request.cancelled:
-            self._to_worker(request, Cancel(request.request_id))
+            self._to_worker(request, messages.Cancel(request.request_id))
         worker.drop(request)
         worker.stale[request.request_id] = now
 
@@ -420,9 +392,9 @@ class Ledger:
     # actions ----------------------------------------------------------------------------------------------------------
     def _ping(self, now: float) -> None:
         self._pinged_at = now
-        self._out += [ToWorker(identity, Ping(), probe=True) for identity in self.fleet.workers]
+        self._out += [ToWorker(identity, messages.Ping(), probe=True) for identity in self.fleet.workers]
 
-    def _to_worker(self, request: Request, message: RouterToWorker) -> None:
+    def _to_worker(self, request: Request, message: messages.RouterToWorker) -> None:
         if request.worker is not None:
             self._out.append(ToWorker(request.worker, message))
 

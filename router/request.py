@@ -26,7 +26,7 @@ class Request:
     prompt_sent: int = 1  # position of the first of them; position 0 of a prompt has none
     sent_bytes: int = 0
     consumed_bytes: int = 0
-    usage: Usage = Usage()
+    usage: Usage = field(init=False)
     worker: bytes | None = None
     started: bool = False  # some worker has had it
     replays: int = 0  # since its newest token
@@ -38,6 +38,9 @@ class Request:
     cancelled: bool = False
     blocked_at: float | None = None  # since when something waits for credit
     finished: Finished | None = None  # the last word, waiting behind tokens that wait for credit
+
+    def __post_init__(self) -> None:
+        self.usage = Usage(prompt_tokens=self.prompt_tokens)
 
     @property
     def request_id(self) -> str:

@@ -115,7 +115,7 @@ class Server:
         heard = self._drain_workers(now) + self._drain_clients(now)
         if heard:
             self._turn_soon()
-        if self.ledger.draining and self.ledger.idle and not self._to_clients.full:
+        if self.ledger.draining and not self.ledger.requests and not self._to_clients.full:
             self._done.set()
 
     def _drain_workers(self, now: float) -> int:

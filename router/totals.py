@@ -73,6 +73,11 @@ class Totals:
         self._former = WorkerTotals(Counter(), Counter())  # of lives that have ended
         self._latest: dict[bytes, Counters] = {}  # by worker identity
 
+    def tokens(self, new: int, gap_s: float, first: bool) -> None:
+        """New tokens of a stream, so long after its arrival (`first`) or after those before."""
+        self.tokens_generated += new
+        (self.first_token_s if first else self.gap_s).observe(gap_s)
+
     def heard(self, worker: bytes, counters: Counters) -> None:
         """The newest counters of one life of a worker; they only grow while it lives."""
         self._latest[worker] = counters
