@@ -9,6 +9,7 @@ from sim.invariants import check, check_report
 from wire.messages import Generate, Sampling, Submit, Usage
 
 NO_CACHE = HostCache(0, 1)
+NO_USAGE = Usage()
 
 
 class Story:
@@ -18,23 +19,22 @@ class Story:
     """
 
     def __init__(self, saves: str = "granted", **limits) -> None:
-        defaults = dict(num_blocks=20, block_size=4, slots=4, max_context=1000, step_tokens=64, high=90, low=60)
+        defaults = {"num_blocks": 20, "block_size": 4, "slots": 4, "max_context": 1000, "step_tokens": 64, "high": 90, "low": 60}
         self.scheduler = Scheduler(Limits(**{**defaults, **limits}))
         self.saves = saves
         self.now = 0.0
         self.log: list[Action] = []
         self.plans: list[Plan] = []
-        self.said: dict[str, list[int]] = {}
         self._arrival = 0
         self._lease = 100
 
     # in -------------------------------------------------------------------------------------------------------------------
-    def submit(self, name: str, prompt: int | list[int], delivered=(), arrival=None, usage=Usage(), sampling=None, **generate) -> None:
+    def submit(self, name: str, prompt: int | list[int], delivered=(), arrival=None, usage=NO_USAGE, **generate) -> None:
         """`prompt`: tokens, or as many tokens as nobody else has."""
         self._arrival += 1
         if isinstance(prompt, int):
             prompt = [self._arrival * 1000 + index for index in range(prompt)]
-        request = Generate(name, prompt, sampling=sampling or Sampling(seed=1), **generate)
+        request = Generate(name, prompt, sampling=Sampling(seed=1), **generate)
         self.handle(Submitted(Submit(request, self._arrival if arrival is None else arrival, list(delivered), usage)))
 
     def handle(self, event: events.Event) -> None:
@@ -64,9 +64,6 @@ class Story:
 
     def _answer(self, action: Action) -> None:
         match action:
-            case events.Emit(request_id, offset, tokens):
-                said = self.said.setdefault(request_id, [])
-                said[offset:] = tokens
             case events.Reserve(ask) if self.saves == "granted":
                 self._lease += 1
                 self.handle(events.LeaseGranted(ask, self._lease))
@@ -112,17 +109,25 @@ class Story:
         return [self.state(name) for name in names]
 
     @property
+    def said(self) -> dict[str, list[int]]:
+        """The text of each stream, by offset."""
+        texts: dict[str, list[int]] = {}
+        for emit in self.actions(events.Emit):
+            texts.setdefault(emit.request_id, [])[emit.offset :] = emit.tokens
+        return texts
+
+    @property
     def used(self) -> int:
         return self.scheduler.book.pool.used
 
     def actions(self, kind: type, name: str | None = None) -> list:
-        """All actions of this kind so far, of this request if named."""
-        return [a for a in self.log if isinstance(a, kind) and (name is None or a.request_id == name)]
+        """All actions of this kind so far, those of the coming plan too; of this request if named."""
+        return [
+            a for a in [*self.log, *self.scheduler.book.actions] if isinstance(a, kind) and (name is None or a.request_id == name)
+        ]
 
     def ending(self, name: str) -> events.Finish:
         """Its one last word."""
-        if self.scheduler.book.actions:
-            self.plan()
         (finish,) = self.actions(events.Finish, name)
         return finish
 
