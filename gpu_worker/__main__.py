@@ -4,6 +4,7 @@ import os
 import secrets
 import signal
 import sys
+import time
 
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # spinning threads of ours starve the router on a small machine; read at import of torch
 
@@ -11,7 +12,7 @@ import psutil  # noqa: E402
 import torch  # noqa: E402
 import zmq  # noqa: E402
 
-from gpu_worker.device.kv_cache import KvCache  # noqa: E402
+from gpu_worker.device.kv_cache import KvCache, block_bytes  # noqa: E402
 from gpu_worker.model.exactness import prove  # noqa: E402
 from gpu_worker.model.load import Model, load_model  # noqa: E402
 from gpu_worker.parking import Parking  # noqa: E402
@@ -19,7 +20,7 @@ from gpu_worker.policy.scheduler import Limits, Scheduler  # noqa: E402
 from gpu_worker.runner import Runner  # noqa: E402
 from gpu_worker.worker import Worker  # noqa: E402
 from wire import sockets  # noqa: E402
-from wire.config import Config, ConfigError, size_bytes  # noqa: E402
+from wire.config import Config, ConfigError, devices, size_bytes  # noqa: E402
 from wire.messages import Hello  # noqa: E402
 from wire.model_files import ModelFiles, find_model  # noqa: E402
 from wire.service import log, notify, run  # noqa: E402
@@ -32,7 +33,7 @@ def main(config: Config) -> int:
     name = os.environ.get("PARKADE_WORKER_NAME", "cpu0")
     files = find_model(config.model)
     num_blocks = config.ctx // BLOCK_SIZE
-    torch.set_num_threads(max(1, (os.cpu_count() or 1) // len(config.device.split(","))))
+    torch.set_num_threads(max(1, (os.cpu_count() or 1) // len(devices(config.device))))
     model = load_model(files, config.dtype, exact=config.exact == "on")
     check_memory(config, model, num_blocks)
     kv = KvCache(model.spec, num_blocks, BLOCK_SIZE, model.kv_dtype)
@@ -50,7 +51,7 @@ def main(config: Config) -> int:
     )  # fmt: skip
     identity = f"{name}-{os.getpid()}-{secrets.token_hex(4)}"
     scheduler = Scheduler(limits(config, files, num_blocks, max_context, exact))
-    parking = Parking(kv, sockets.hostcache_path(config.run_dir), identity)
+    parking = Parking(kv, sockets.hostcache_path(config.run_dir), identity, time.monotonic)
     socket = sockets.dealer_socket(zmq.Context.instance(), sockets.worker_address(config.run_dir), identity.encode())
     worker = Worker(hello, socket, scheduler, Runner(model, kv), parking)
 
@@ -86,7 +87,7 @@ def limits(config: Config, files: ModelFiles, num_blocks: int, max_context: int,
 
 def check_memory(config: Config, model: Model, num_blocks: int) -> None:
     """ConfigError when the pool would not fit in what the machine has left."""
-    need = KvCache.bytes_for(model.spec, num_blocks, BLOCK_SIZE, model.kv_dtype)
+    need = num_blocks * block_bytes(model.spec, BLOCK_SIZE, model.kv_dtype)
     available = psutil.virtual_memory().available
     if need > available:
         raise ConfigError(f"--ctx {config.ctx}: the pool needs {need >> 20} MiB, {available >> 20} MiB are available; lower --ctx")

@@ -30,6 +30,11 @@ def anonymous(nbytes: int) -> mmap.mmap:
     return memory
 
 
+def block_bytes(spec: KvShape, block_size: int, dtype: torch.dtype) -> int:
+    """Bytes of one block: keys and values of `block_size` cells in all layers."""
+    return spec.num_layers * 2 * spec.num_kv_heads * block_size * spec.head_dim * dtype.itemsize
+
+
 class KvCache:
     """`num_blocks` blocks of `block_size` cells, and one scratch block behind them that padding rows write to."""
 
