@@ -47,7 +47,7 @@ class Prompt(Struct, frozen=True):
     text: str | None = None
 
 
-class Answer(Response):
+class Answer:
     """An ASGI response: the choices of one HTTP request. Hanging up cancels every stream of it, at any stage."""
 
     def __init__(self, serving: Serving, answer_id: str, params: Params, prompts: Sequence[Prompt], form: Format) -> None:

@@ -13,7 +13,7 @@ from router.openai.params import token_ids
 from router.openai.schema import DetokenizeRequest, TokenizeRequest, decode
 from router.openai.serving import Serving
 
-MAX_TEXT_BYTES = 4 << 20  # of one text to be tokenised: about a second of work beside the event loop
+MAX_TEXT_BYTES = 4 << 20  # of one text to be tokenised: some seconds of work beside the event loop
 
 
 async def tokenize(request: Request) -> Response:

@@ -120,6 +120,12 @@ async def test_text_held_back_for_a_stop_string_comes_at_the_end(adapter: Adapte
     assert chunks[-1]["choices"][0]["finish_reason"] == "length"
 
 
+async def test_a_stop_string_within_the_minimum_length_does_not_count(adapter: Adapter) -> None:
+    adapter.say("one two three two four")
+    reply = (await adapter.http.post(PATH, json={"messages": MESSAGES, "stop": " two", "min_tokens": 3})).json()
+    assert reply["choices"][0]["message"]["content"] == "one two three"
+
+
 async def test_stop_token_is_not_shown(adapter: Adapter) -> None:
     text = adapter.serving.text
     word = text.encode(" stop", add_special=False)
