@@ -20,7 +20,7 @@ from gpu_worker.device.kv_cache import anonymous
 
 SOURCES = Path(__file__).parent.parent / "native"
 LIBRARY = SOURCES / "rows.so"
-FLAGS = ["-O3", "-march=native", "-std=c++17", "-fPIC", "-shared", "-pthread", "-ffp-contract=off"]
+FLAGS = ["-O3", "-march=native", "-std=c++20", "-fPIC", "-shared", "-pthread", "-ffp-contract=off"]
 ABI = 1
 F32, BF16, Q8, Q4 = range(4)  # enum Format of matmul.h
 MAX_HEAD_DIM = 256

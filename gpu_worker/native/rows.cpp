@@ -153,6 +153,7 @@ class Model {
     team_.share(thread, step.rows, [&](int row) { unpack_row(embed, (int)step.tokens[row], &x_[(size_t)row * s_.hidden]); });
     const int count = step.only ? step.only_count : s_.layers;
     for (int i = 0; i < count; i++) run_layer(step, thread, step.only ? step.only[i] : i, i + 1 == count);
+    if (!count) team_.share(thread, step.out_count, [&](int row) { take_wanted(row); });
     team_.share(thread, step.out_count, [&](int row) {
       norm(&last_x_[(size_t)row * s_.hidden], final_norm, s_.hidden, step.hidden + (size_t)row * s_.hidden);
     });
@@ -199,10 +200,11 @@ class Model {
     const int moved = last ? (int)wanted_.size() : 0;
     team_.share(thread, (int)tasks.size() + moved, [&](int job) {
       if (job < (int)tasks.size()) return attend_task<T>(step, pool, layer, tasks[job], list, last ? last_offsets_ : offsets_, queries, local_[thread]);
-      const int row = job - (int)tasks.size();
-      memcpy(&last_x_[(size_t)row * s_.hidden], &x_[(size_t)wanted_[row] * s_.hidden], sizeof(float) * s_.hidden);
+      take_wanted(job - (int)tasks.size());
     });
   }
+
+  void take_wanted(int row) { memcpy(&last_x_[(size_t)row * s_.hidden], &x_[(size_t)wanted_[row] * s_.hidden], sizeof(float) * s_.hidden); }
 
   template <class T>
   void write_row(const Step& step, const Pool& pool, int layer, int row, T* queries) {
