@@ -26,22 +26,24 @@ class Config(Struct, frozen=True, forbid_unknown_fields=True):
     model: Annotated[str, Meta(description="smollm2, a GGUF file, or a Hugging Face folder")] = "smollm2"
     ctx: Annotated[int, Meta(ge=16, le=2**31, description="cells of the pool that all sequences share")] = 8192
     slots: Annotated[int, Meta(ge=1, le=4096, description="how many sequences may run at once")] = 8
-    policy: Annotated[Literal["watermark", "off"], Meta(description="who is parked when; off: a full pool fails requests")] = "watermark"
+    policy: Annotated[Literal["watermark", "off"], Meta(description="who is parked when (off: requests fail)")] = "watermark"
     high: Annotated[int, Meta(ge=1, le=100, description="percent of the pool at which parking starts")] = 94
     low: Annotated[int, Meta(ge=1, le=100, description="percent of the pool below which parked sequences resume")] = 80
-    park_ram: Annotated[str, Meta(description="RAM budget for parked cells, e.g. 8GiB, 16MiB; 0: always recompute; auto: 8GiB or a quarter of the memory")] = "auto"
-    resume_order: Annotated[Literal["most-parked", "head"], Meta(description="who resumes first; head: strictly by park time")] = "most-parked"
+    park_ram: Annotated[str, Meta(description="RAM for parked cells, e.g. 16MiB (auto: 8GiB or a quarter of it)")] = "auto"
+    resume_order: Annotated[Literal["most-parked", "head"], Meta(description="who resumes first (head: by park time)")] = (
+        "most-parked"
+    )
     park_every: Annotated[int, Meta(ge=0, description="park every sequence at each N generated tokens (for tests; 0: never)")] = 0
     no_reuse: Annotated[bool, Meta(description="never find computed blocks again by the hash of their tokens")] = False
-    exact: Annotated[Literal["on", "off"], Meta(description="parked, recomputed and concurrent runs equal the solo run byte for byte")] = "on"
+    exact: Annotated[Literal["on", "off"], Meta(description="streams equal their solo run byte for byte")] = "on"
     max_queued: Annotated[int, Meta(ge=0, description="requests that may wait before new ones get 429")] = 256
     device: Annotated[str, Meta(description="auto, cpu, or a comma list with one worker each, e.g. cpu,cpu")] = "auto"
-    dtype: Annotated[Literal["auto", "bf16", "f32"], Meta(description="auto keeps 4-bit weights in 4 bits on the CPU and uses bf16 elsewhere")] = "auto"
-    step_tokens: Annotated[int, Meta(ge=1, le=65536, description="tokens that one step may feed: the size of a prefill chunk")] = 256
+    dtype: Annotated[Literal["auto", "bf16", "f32"], Meta(description="auto: 4-bit weights stay so, others are bf16")] = "auto"
+    step_tokens: Annotated[int, Meta(ge=1, le=65536, description="tokens one step may feed: a prefill chunk")] = 256
     host: Annotated[str, Meta(description="address of the HTTP adapter")] = "127.0.0.1"
     port: Annotated[int, Meta(ge=0, le=65535, description="port of the HTTP adapter (0: a free one)")] = 8080
     run_dir: Annotated[str, Meta(description="folder of the sockets (default: a fresh one, mode 0700)")] = ""
-    drain_s: Annotated[float, Meta(ge=0, le=86400, description="seconds that running and parked streams get to finish on SIGTERM")] = 30.0
+    drain_s: Annotated[float, Meta(ge=0, le=86400, description="seconds that streams get to finish on SIGTERM")] = 30.0
     api_key_file: Annotated[str, Meta(description="file with one API key a line; without it no key is asked for")] = ""
 
 
@@ -89,7 +91,20 @@ def size_bytes(text: str) -> int:
     return int(float(number) * unit)
 
 
-def load(flags: Mapping[str, Any] | None = None, config_file: str | None = None, environ: Mapping[str, str] | None = None) -> Config:
+def devices(text: str) -> tuple[str, ...]:
+    """The devices of `--device`, one for each worker: `cpu,cpu` is two. ConfigError for one that does not exist."""
+    names = tuple("cpu" if part.strip() == "auto" else part.strip() for part in text.split(","))
+    for name in names:
+        if name.startswith(("cuda", "gpu")):
+            raise ConfigError(f"--device {name}: CUDA comes later; this version computes on the CPU (--device cpu)")
+        if name != "cpu":
+            raise ConfigError(f"--device {name!r} is not known; choose auto, cpu, or a comma list such as cpu,cpu")
+    return names
+
+
+def load(
+    flags: Mapping[str, Any] | None = None, config_file: str | None = None, environ: Mapping[str, str] | None = None
+) -> Config:
     """The settings from flags, environment, file and defaults. ConfigError is one line that names the setting."""
     environ = os.environ if environ is None else environ
     path = config_file or environ.get("PARKADE_CONFIG")
@@ -106,7 +121,11 @@ def load(flags: Mapping[str, Any] | None = None, config_file: str | None = None,
     if config.low >= config.high:
         raise ConfigError(f"--low {config.low} must be below --high {config.high}")
     if config.park_ram != "auto":
-        size_bytes(config.park_ram)
+        try:
+            size_bytes(config.park_ram)
+        except ConfigError as error:
+            raise ConfigError(f"--park-ram {error}") from None
+    devices(config.device)
     return config
 
 
