@@ -4,8 +4,10 @@ import math
 
 from msgspec import Struct
 
+from wire.config import ConfigError
 
-class ModelError(ValueError):
+
+class ModelError(ConfigError):
     """A model that cannot be served; the text is one line that names the file and the thing."""
 
 
