@@ -101,7 +101,7 @@ def _arrivals(rng: random.Random, limits: Limits) -> list[tuple[int, Generate]]:
                 sampling=Sampling(seed=number),
                 stop_token_ids=[rng.randrange(VOCAB)] if rng.random() > no_end else [],
                 ignore_eos=rng.random() < no_end,
-                prompt_logprobs=0 if rng.random() < 0.15 else None,
+                prompt_logprobs=0 if rng.random() < 0.3 else None,
                 priority=rng.choice(classes),
                 sibling_of=leader,
             )

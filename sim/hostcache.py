@@ -23,7 +23,7 @@ class HostCache:
         self.block_size = block_size
         self.used_bytes = 0
         self.leases: dict[int, Image] = {}
-        self._void: set[int] = set()  # lost in a crash: a release that was on its way is no fault
+        self._void: set[int] = set()  # lost in a crash while their release was on its way
         self._last_lease = 0
 
     def reserve(self, ask: Reserve) -> int | None:
@@ -43,9 +43,9 @@ class HostCache:
         assert lease in self.leases, f"lease {lease} was released twice or never granted"
         self.used_bytes -= self.leases.pop(lease).num_blocks * BLOCK_BYTES
 
-    def crash(self) -> None:
-        """Every lease is void."""
-        self._void |= self.leases.keys()
+    def crash(self, on_their_way: set[int]) -> None:
+        """Every lease is void. Only releases that were on their way may still name one."""
+        self._void = on_their_way & self.leases.keys()
         self.leases.clear()
         self.used_bytes = 0
 

@@ -2,9 +2,12 @@
 
 from collections import Counter
 
+from msgspec import Struct
+
 from gpu_worker.policy import preemption
+from gpu_worker.policy.events import Plan
 from gpu_worker.policy.scheduler import Scheduler
-from gpu_worker.policy.sequence import State
+from gpu_worker.policy.sequence import Sequence, State
 from sim.hostcache import HostCache
 
 
@@ -39,6 +42,46 @@ def check(scheduler: Scheduler, cache: HostCache) -> None:
     assert states[State.WAITING] == len(book.waiting), "the book of waiting is wrong"
     assert states[State.RUNNING] + states[State.RESUMING] <= scheduler.limits.slots, "more run than there are slots"
     assert cache.used_bytes <= cache.budget_bytes, "the host cache is over its budget"
+
+
+class Before(Struct, frozen=True):
+    """What a plan must respect, noted just before it."""
+
+    protected: Sequence | None
+    protected_parks: int
+    waiting: frozenset[str]
+
+
+def before_plan(scheduler: Scheduler) -> Before:
+    book = scheduler.book
+    keep = preemption.protected([*book.running.values(), *book.resuming.values()], lambda seq: class_of(scheduler, seq))
+    waiting = frozenset(seq.request_id for seq in scheduler.sequences.values() if seq.state is State.WAITING)
+    return Before(keep, keep.pressure_parks if keep else 0, waiting)
+
+
+def class_of(scheduler: Scheduler, seq: Sequence) -> int:
+    return preemption.class_of(seq, scheduler.book.top_class, scheduler.now)
+
+
+def check_plan(scheduler: Scheduler, plan: Plan, before: Before) -> None:
+    """AssertionError when a plan breaks a promise of the policy: who is parked, let in, or left out of the step."""
+    book = scheduler.book
+    fed = {row.request_id for row in plan.rows}
+    assert len(fed) == len(plan.rows), "a sequence has two rows"
+    if before.protected is not None:
+        assert before.protected.pressure_parks == before.protected_parks, "the protected sequence was parked by pressure"
+    if scheduler.limits.policy == "watermark" and len(book.running) > 1:
+        leaving = sum(book.pool.exclusive(seq.blocks) for seq in book.parking.values())
+        assert book.pool.used - leaving <= scheduler.limits.high_blocks, "HIGH is passed though somebody could be parked"
+    away = [seq for seq in (*book.parked.values(), *book.parking.values()) if not seq.held]
+    for seq in book.running.values():
+        if len(seq.tokens) - seq.computed == 1 and seq.request_id not in fed:
+            assert not book.pool.available, f"{seq.request_id} has one token to feed, and room, and is left out"
+        if seq.request_id in before.waiting:
+            ahead = [other.request_id for other in away if class_of(scheduler, other) <= class_of(scheduler, seq)]
+            assert not ahead, f"{seq.request_id} was let in while {ahead} are parked"
+        if preemption.exhausted(seq):
+            assert not book.resuming and len(book.running) == 1, f"{seq.request_id} is exhausted and not alone"
 
 
 def check_report(scheduler: Scheduler) -> None:

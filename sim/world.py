@@ -9,7 +9,7 @@ from gpu_worker.policy.scheduler import Scheduler
 from sim.case import Case
 from sim.device import Device
 from sim.hostcache import HostCache
-from sim.invariants import check, check_report
+from sim.invariants import before_plan, check, check_plan, check_report
 from sim.ledger import Stream
 from wire.messages import Usage
 
@@ -81,12 +81,13 @@ class World:
 
     def _step(self) -> None:
         """Plan, act, and run the rows; now and then events arrive while the step runs, or its result is lost."""
+        before = before_plan(self.scheduler)
         plan = self.scheduler.plan(self.now)
         check(self.scheduler, self.cache)
+        check_plan(self.scheduler, plan, before)
         self._act(plan)
         if not plan.rows:
             return
-        assert len({row.request_id for row in plan.rows}) == len(plan.rows), "a sequence has two rows"
         fed = sum(row.count + len(row.draft) for row in plan.rows)
         assert fed <= self.scheduler.limits.step_budget, f"the step feeds {fed} tokens"
         results = []
@@ -202,7 +203,8 @@ class World:
     def _crash_cache(self) -> None:
         """Leases are gone; answers on their way are lost, but now and then a grant comes too late."""
         self.counts["cache crashes"] += 1
-        self.cache.crash()
+        on_their_way = {action.lease for action in self.scheduler.book.actions if isinstance(action, events.ReleaseLease)}
+        self.cache.crash(on_their_way)
         late = []
         for tick, event in self._inbox:
             if not isinstance(event, events.LeaseGranted | events.LeaseDenied):

@@ -120,7 +120,7 @@ class Book:
 
     def _keep_promotion(self, seq: Sequence, now: float) -> None:
         """What it has gained by waiting stays, or it would be the first victim again."""
-        seq.promoted += int(max(0.0, now - seq.since) // preemption.PROMOTED_EACH_S)
+        seq.promoted += preemption.promotions_by_waiting(seq, now)
 
     def _move(self, seq: Sequence, state: State) -> None:
         """Into the book of another state. The order in each is the order of coming in."""
@@ -152,7 +152,7 @@ class Book:
         seq.kind = kind
         seq.parks += 1
         seq.pressure_parks += kind == "pressure"
-        seq.since = now
+        seq.since = seq.wants_since = now
         seq.draft = []  # a prediction, not a result
         image_blocks = self.pool.blocks_for(seq.computed)
         self.pool.release(seq.blocks[image_blocks:])

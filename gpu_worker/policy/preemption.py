@@ -22,9 +22,15 @@ ClassOf = Callable[[Sequence], int]
 def class_of(seq: Sequence, top: int, now: float) -> int:
     """The class it counts as; lower is more important. Every third pressure park and every 30 s of waiting promote it by one, or
     a low class would starve; never above `top`, the best class present: equal requests stay equal. Source: simulator."""
-    waited_s = now - seq.since if seq.state in (State.WAITING, State.PARKED) else 0.0
-    promotions = seq.pressure_parks // PROMOTED_EACH_PARKS + seq.promoted + int(waited_s // PROMOTED_EACH_S)
+    promotions = seq.pressure_parks // PROMOTED_EACH_PARKS + seq.promoted + promotions_by_waiting(seq, now)
     return max(min(top, seq.priority), seq.priority - promotions)
+
+
+def promotions_by_waiting(seq: Sequence, now: float) -> int:
+    """Classes gained since it could come in but for the others; a held one gains none, or a client could promote itself."""
+    if seq.held or seq.state not in (State.WAITING, State.PARKED):
+        return 0
+    return int(max(0.0, now - seq.wants_since) // PROMOTED_EACH_S)
 
 
 def exhausted(seq: Sequence) -> bool:
@@ -90,8 +96,8 @@ def resume_order(parked: Iterable[Sequence], class_of: ClassOf, order: str) -> l
     time of the park. A held one does not come back. Sources: both pages; head: a neighbour's simulation."""
     eligible = [seq for seq in parked if not seq.held]
     if order == "head":
-        return sorted(eligible, key=lambda seq: (class_of(seq), seq.since, seq.arrival))
-    return sorted(eligible, key=lambda seq: (class_of(seq), -seq.pressure_parks, seq.since, seq.arrival))
+        return sorted(eligible, key=lambda seq: (class_of(seq), seq.wants_since, seq.arrival))
+    return sorted(eligible, key=lambda seq: (class_of(seq), -seq.pressure_parks, seq.wants_since, seq.arrival))
 
 
 def resume_line(seq: Sequence, limits: Limits) -> int:

@@ -42,7 +42,7 @@ class Scheduler:
         self._in_step: dict[str, Row] = {}
         self._epoch = 0
         self._to_park: dict[str, str] = {}  # id -> kind: to be parked at the next step boundary, needed or not
-        self._now = 0.0
+        self.now = 0.0  # of the last event or plan
 
     @property
     def sequences(self) -> dict[str, Sequence]:
@@ -60,12 +60,12 @@ class Scheduler:
 
     def load(self) -> SchedulerLoad:
         """Occupancy, seats and totals after the last event."""
-        return load_of(self.book, self.totals, self._now)
+        return load_of(self.book, self.totals, self.now)
 
     # events in ------------------------------------------------------------------------------------------------------------
     def handle(self, event: Event, now: float) -> None:
         """Take in what has happened. Answers come with the next plan."""
-        self._now = now
+        self.now = now
         match event:
             case StepDone(rows, epoch):
                 self._step_done(rows, epoch, now)
@@ -129,9 +129,11 @@ class Scheduler:
         self.book.release_followers(seq.request_id)
 
     def _let_go(self, seq: Sequence, reason: str) -> None:
+        was_held = bool(seq.held)
         seq.held.discard(reason)
         self.book.changed = True
-        if not seq.held:
+        if was_held and not seq.held:
+            seq.wants_since = self.now
             if self._to_park.get(seq.request_id) == "explicit":
                 del self._to_park[seq.request_id]
             if seq.state is State.WAITING:
@@ -237,16 +239,17 @@ class Scheduler:
     # plans out ------------------------------------------------------------------------------------------------------------
     def plan(self, now: float) -> Plan:
         """Everything that must be done now, and the rows of the next step; blocks for all of them are reserved."""
-        self._now = now
+        self.now = now
         self._in_step = {}
         book = self.book
         if self._to_park:
             self._park_requested(now)
         short = growing(book.running.values(), self.limits.block_size) if book.running else []
         stalled: list[Sequence] = []
-        if short:
+        demand = self._demand(short) if short else 0
+        if short and book.pool.used + demand > self.limits.high_blocks:
             short = self._relieve(short, now)
-        demand = self._demand(short)
+            demand = self._demand(short)
         if book.changed:
             book.changed = False
             self._resume(demand, now)
@@ -261,7 +264,7 @@ class Scheduler:
         return Plan(actions, rows, self._epoch)
 
     def _class_of(self, seq: Sequence) -> int:
-        return preemption.class_of(seq, self.book.top_class, self._now)
+        return preemption.class_of(seq, self.book.top_class, self.now)
 
     def _rank(self, seq: Sequence) -> tuple[int, int]:
         return self._class_of(seq), seq.arrival
@@ -287,7 +290,7 @@ class Scheduler:
         """Keep the next step at or below HIGH: clip drafts, then park. Returns those that still need blocks."""
         book, limits = self.book, self.limits
         if self._shortfall(short) <= 0:
-            return short
+            return short  # parks under way will make room
         for seq in short:
             clip_draft(seq, book.pool.blocks_for(len(seq.tokens)), limits.block_size)
         short = growing(short, limits.block_size)
@@ -344,10 +347,12 @@ class Scheduler:
         """Give blocks to those that need them. If there are not enough, the protected one comes first and the rest sit out: a
         park or a load under way will make room. Without parking (`off`) they fail. Returns those without room."""
         book = self.book
-        if demand > book.pool.available:
-            short = sorted(short, key=lambda seq: (self._class_of(seq), -len(seq.tokens), seq.arrival))
+        if demand <= book.pool.available:
+            for seq in short:
+                book.grow(seq)
+            return []
         stalled = []
-        for seq in short:
+        for seq in sorted(short, key=lambda seq: (self._class_of(seq), -len(seq.tokens), seq.arrival)):
             if preemption.missing(seq, book.pool) > book.pool.available:
                 clip_draft(seq, book.pool.blocks_for(len(seq.tokens)), self.limits.block_size)
             if preemption.missing(seq, book.pool) <= book.pool.available:

@@ -38,7 +38,8 @@ class Sequence(Struct, eq=False):
     sibling_of: str
     base: Usage  # what earlier lives have cost
     exact: bool
-    since: float  # when it began to wait, or to be parked
+    since: float  # when the park under way began
+    wants_since: float  # since when it could come in but for the others: holding oneself back earns nothing
 
     state: State = State.WAITING
     seat: int = -1
@@ -99,6 +100,7 @@ def sequence_of(submit: Submit, limits: Limits, now: float) -> Sequence:
         base=submit.usage,
         exact=limits.exact,
         since=now,
+        wants_since=now,
         # the newest delivered token was drawn, not computed
         high_computed=prompt_len + delivered - 1 if delivered else 0,
         scored=prompt_len - 1 if delivered else 0,

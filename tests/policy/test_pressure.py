@@ -248,6 +248,23 @@ def test_after_sixteen_pressure_parks_it_comes_back_alone_and_nobody_joins_it():
     assert story.parked().count("c") == 1
 
 
+def test_an_exhausted_one_does_not_come_back_beside_another_though_it_would_fit():
+    story = Story()
+    story.submit("a", 3, max_tokens=20)
+    story.submit("b", 3)
+    story.step()
+    story["b"].pressure_parks = preemption.EXHAUSTED_AFTER
+    story.park("b")
+    story.until(lambda: story.state("b") == "parked")
+    story.resume("b")
+    story.submit("late", 3)
+    story.steps(5)
+    assert story.states("a", "b", "late") == ["running", "parked", "waiting"]
+    story.until(lambda: story.state("a") == "gone")
+    story.steps(2)
+    assert story.states("b", "late") == ["running", "waiting"], "and nobody joins it"
+
+
 def test_the_worst_case_of_one_pool_and_many_ends_for_everybody():
     story = Story(saves="denied", slots=8)
     names = [f"r{number}" for number in range(12)]

@@ -165,8 +165,8 @@ def run_scored(story: Story, name: str) -> list[tuple[int, int]]:
 
 
 def test_each_prompt_position_is_scored_once_though_it_was_parked_in_its_prompt_and_recomputed():
-    for saves in ("granted", "denied"):
-        story = Story(saves=saves, step_tokens=3)
+    for saves, reuse in (("granted", True), ("denied", True), ("denied", False)):
+        story = Story(saves=saves, reuse=reuse, step_tokens=3, slots=1)
         story.submit("a", 14, max_tokens=2, prompt_logprobs=0)
         assert run_scored(story, "a") == [(position, position) for position in range(1, 14)]
         assert story.parked() == ["a"]

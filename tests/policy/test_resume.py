@@ -279,6 +279,21 @@ def test_a_class_is_promoted_by_parks_and_by_time_but_never_above_the_best_prese
     assert preemption.class_of(seq, 4, 10_000.0) == 4, "alone among its equals it gains nothing"
 
 
+def test_holding_oneself_back_earns_no_promotion():
+    story = Story()
+    story.submit("chat", 3, priority=0)
+    story.submit("batch", 3, priority=4)
+    story.step()
+    story.park("batch")
+    story.until(lambda: story.state("batch") == "parked")
+    story.now += 100 * preemption.PROMOTED_EACH_S
+    assert preemption.class_of(story["batch"], 0, story.now) == 4
+    story.resume("batch")
+    story.steps(2)
+    assert story.state("batch") == "running"
+    assert preemption.class_of(story["batch"], 0, story.now) == 4
+
+
 def test_a_low_class_that_has_waited_long_enough_is_let_in_before_a_newer_high_one():
     story = Story(slots=1)
     story.submit("first", 3, max_tokens=5)

@@ -1,0 +1,1 @@
+"""The simulator holds, and would notice if it did not."""

@@ -1,0 +1,47 @@
+"""Random schedules with shadow cells: every request ends, its text is the reference's, and nothing is ever lost or owned twice."""
+
+import pytest
+
+from gpu_worker.policy import preemption
+from sim.__main__ import sweep
+from sim.case import draw_case
+from sim.world import World
+
+FAST = 400
+LONG = 2500
+CHUNK = 100
+
+
+@pytest.mark.parametrize("first", range(1, FAST, CHUNK))
+def test_schedules_hold(first):
+    total = sweep(first, CHUNK)
+    for seen in ("pressure parks", "forced parks", "denials", "loads", "recomputed", "cache crashes", "worker crashes", "cached"):
+        assert total[seen] > 0, f"the schedules never see {seen}: they prove nothing about it"
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("first", range(10_001, 10_001 + LONG, 500))
+def test_many_schedules_hold(first):
+    total = sweep(first, 500)
+    for state in ("waiting", "running", "parking", "parked", "resuming"):
+        assert total[f"cancels while {state}"] > 0
+
+
+@pytest.mark.parametrize("bound", [1, 2])
+def test_schedules_hold_when_pressure_may_park_only_a_few_times(bound, monkeypatch):
+    """The rule for a sequence that pressure may not park again, far more often than it would come to it by itself."""
+    monkeypatch.setattr(preemption, "EXHAUSTED_AFTER", bound)
+    monkeypatch.setattr(preemption, "PASSED_OVER_AFTER", 1)
+    assert sweep(20_001, CHUNK)["pressure parks"] > 0
+
+
+def test_a_seed_is_a_schedule():
+    assert World(draw_case(11)).run() == World(draw_case(11)).run()
+    assert draw_case(11) != draw_case(12)
+
+
+def test_a_failing_schedule_says_how_to_repeat_it(monkeypatch):
+    monkeypatch.setattr(preemption, "gain", lambda seq, pool: 1 // 0)
+    with pytest.raises(ZeroDivisionError) as caught:
+        sweep(1, CHUNK)
+    assert caught.value.__notes__[0].startswith("repeat it with: python -m sim --schedules 1 --seed ")
