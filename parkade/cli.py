@@ -1,0 +1,138 @@
+"""The command `parkade`: its subcommands and their options. The options of `serve` are made from wire.config."""
+
+import os
+import sys
+from collections.abc import Callable
+
+import click
+
+from wire import config as settings
+from wire.config import FIELDS, ConfigError
+from wire.service import flush_log, open_log
+
+URL = "http://127.0.0.1:8080"
+
+
+class OneLine(click.ClickException):
+    """An error of the user: one line on stderr, exit status 1, no traceback."""
+
+    def show(self, file: object = None) -> None:
+        """Print it after what the log still holds."""
+        flush_log()
+        click.echo(f"error: {self.format_message()}", err=True)
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120})
+@click.version_option(package_name="parkade")
+def main() -> None:
+    """Serve a language model and never drop a stream because the key-value cache is full."""
+
+
+def serve_options(command: click.Command) -> click.Command:
+    """Add one option for each setting."""
+    for field in FIELDS:
+        flag, text = settings.flag_name(field.name), settings.help_text(field)
+        if settings.is_switch(field):
+            command.params.append(click.Option([flag, field.name], is_flag=True, default=None, help=text))
+        else:
+            command.params.append(click.Option([flag, field.name], metavar=settings.metavar(field), help=text))
+    return command
+
+
+@main.command(epilog="Every option is also a key of the TOML file and a variable PARKADE_...; an option wins over both.")
+@click.option("--config", "config_file", metavar="FILE.toml", help="settings as TOML")
+def serve(config_file: str | None, **flags: object) -> None:
+    """Start the server: host cache, workers, router and HTTP adapter. Prints `ready URL` when it answers."""
+    from parkade.serve import serve as run  # the others need none of its imports
+
+    try:
+        config = settings.load(flags, config_file)
+        open_log("serve")
+        status = run(config)
+    except ConfigError as error:
+        raise OneLine(str(error)) from None
+    flush_log()
+    sys.exit(status)
+
+
+serve_options(serve)
+
+
+def client_options(command: Callable) -> Callable:
+    """Options of the commands that talk to a running server."""
+    key = click.option("--api-key", envvar="PARKADE_API_KEY", default="", help="API key, where the server asks for one")
+    url = click.option("--url", envvar="PARKADE_URL", default=URL, show_default=True, help="address of the server")
+    return url(key(command))
+
+
+@main.command()
+@client_options
+@click.option("--system", default="", help="system message")
+@click.option("--max-tokens", type=click.IntRange(1), default=1024, show_default=True, help="tokens of one answer at most")
+@click.option("--temperature", type=click.FloatRange(0, 2), default=0.7, show_default=True)
+@click.option("--seed", type=int, default=None, help="makes answers repeatable")
+def chat(url: str, api_key: str, **options: object) -> None:
+    """Talk to the model in the terminal."""
+    from parkade.chat import chat as run
+
+    _run(lambda: run(url, api_key, **options))
+
+
+@main.command()
+@client_options
+def status(url: str, api_key: str) -> None:
+    """Show what a running server does, once."""
+    from parkade.status import status as run
+
+    _run(lambda: run(url, api_key))
+
+
+@main.command()
+@client_options
+@click.option("--every", "every_s", type=click.FloatRange(0.1), default=0.5, show_default=True, help="seconds between looks")
+def top(url: str, api_key: str, every_s: float) -> None:
+    """Watch a running server: pool, slots, parked streams, budget. Ends with Ctrl-C."""
+    from parkade.status import top as run
+
+    _run(lambda: run(url, api_key, every_s))
+
+
+@main.command()
+@client_options
+@click.option("--streams", type=click.IntRange(1, 1024), default=4, show_default=True, help="streams at once")
+@click.option("--prompt-tokens", type=click.IntRange(1), default=250, show_default=True)
+@click.option("--max-tokens", type=click.IntRange(1), default=200, show_default=True)
+@click.option("--rounds", type=click.IntRange(1), default=1, show_default=True)
+@click.option("--serve", "serve_flags", default=None, metavar="FLAGS", help='start a server for it, e.g. --serve "--ctx 2048"')
+def bench(url: str, api_key: str, serve_flags: str | None, **options: int) -> None:
+    """Measure a server: tokens a second, time to the first token, gaps between tokens, parks."""
+    from parkade.bench import bench as run
+
+    _run(lambda: run(url, api_key, serve_flags, **options))
+
+
+@main.command()
+@click.option("--ctx", type=click.IntRange(16), default=2048, show_default=True, help="cells of the pool")
+@click.option("--max-tokens", type=click.IntRange(1), default=700, show_default=True, help="tokens of each chat")
+@click.option("--park-ram", default="auto", show_default=True, help="RAM for parked cells; 0 recomputes instead")
+def demo(ctx: int, max_tokens: int, park_ram: str) -> None:
+    """Run four chats that do not fit together through a server with a small pool; exit status 0 if all four are whole."""
+    from parkade.demo import demo as run
+
+    _run(lambda: run(ctx, max_tokens, park_ram))
+
+
+def _run(command: Callable[[], int | None]) -> None:
+    """Run a client's command: errors of the server or the line are one line."""
+    from parkade.api import ApiError
+
+    try:
+        status = command() or 0
+    except ApiError as error:
+        raise OneLine(str(error)) from None
+    except KeyboardInterrupt:
+        status = 130
+    except BrokenPipeError:  # `parkade status | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        status = 0
+    sys.exit(status)
