@@ -13,6 +13,7 @@ from wire.messages import (
     Finished,
     Generate,
     Hello,
+    Logprob,
     Notice,
     Park,
     PoolCells,
@@ -109,8 +110,6 @@ def test_notices_go_to_the_client_and_count_the_parked(scene):
 
 
 def test_logprobs_and_prompt_logprobs_reach_the_client_once():
-    from wire.messages import Logprob
-
     scene = Scene()
     scene.hello()
     scene.client(b"ann", Generate("r", [1, 2, 3], sampling=Sampling(seed=1, logprobs=0), prompt_logprobs=0))
