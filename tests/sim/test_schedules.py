@@ -1,4 +1,4 @@
-"""Random schedules with shadow cells: every request ends, its text is the reference's, and nothing is ever lost or owned twice."""
+"""Random schedules with shadow cells: every request ends, its text is the reference's, and nothing is lost or owned twice."""
 
 import pytest
 
