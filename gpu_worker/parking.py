@@ -1,13 +1,13 @@
-"""The worker's end of the host cache: leases, copies in bounded pieces, deadlines, the loss and return of the connection.
+"""The worker's end of the host cache: leases, copies in bounded pieces, deadlines, the loss and return of the arena.
 
 It carries the scheduler's actions out and answers with events; what to park and what a denial means is decided there.
 On the CPU the worker's own loop copies, through `copy`. Nothing here blocks.
+
+A lease has two numbers: the host cache's, which may come again after its restart, and one that this worker never gives twice
+and that the scheduler knows.
 """
 
-import errno
 import logging
-import os
-import socket
 from collections import deque
 from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
@@ -16,6 +16,7 @@ from typing import Protocol
 import numpy as np
 
 from gpu_worker.device.copies import image_checksum, load_block, save_block, tag_seed
+from gpu_worker.hostcache_socket import HostCacheGone, HostCacheSocket, fitting
 from gpu_worker.policy.events import (
     Event,
     HostCacheLost,
@@ -29,12 +30,12 @@ from gpu_worker.policy.events import (
     Saved,
 )
 from wire import arena, messages
-from wire.codec import Decoder, ProtocolError, pack
+from wire.messages import Attached, Denied, Granted, HeldLease, Reclaim
 
 DEADLINE_S = 1.0  # of an ask
 RECONNECT_S = 0.5
-RETURN_S = 5.0  # how long a stored arena's images wait for the host cache to come back
-MAX_RECEIVE = 64  # datagrams in one poll
+RETRY_S = 0.05  # between tries to send to a host cache that does not read
+RETURN_S = 5.0  # how long images wait for a stored arena to come back with its host cache
 
 log = logging.getLogger("parkade")
 
@@ -51,17 +52,18 @@ class BlockStore(Protocol):
 class Ask:
     """A Reserve without an answer so far."""
 
-    request_id: str
-    num_blocks: int
+    message: messages.Reserve
     deadline: float
 
 
 @dataclass
 class Image:
-    """A lease, and once it is saved the checksums of its blocks."""
+    """A lease, and once it is saved what is known of the bytes in it."""
 
+    number: int  # the host cache's
     extents: list[tuple[int, int]]
-    seed: int = 0
+    offsets: list[int]  # in the arena, of each block
+    position: int = 0
     checksums: list[int] = field(default_factory=list)
     committed: bool = False
     copies: int = 0  # under way
@@ -83,24 +85,22 @@ class Copy:
 
 
 class Parking:
-    """Owns the socket, the mapping of the arena, the leases of this worker and the copies under way."""
+    """Owns the connection, the mapping of the arena, the leases of this worker and the copies under way."""
 
     def __init__(self, kv: BlockStore, path: str, worker_identity: str, clock: Callable[[], float]) -> None:
         """`path`: the host cache's socket, which need not exist; `worker_identity`: name-pid-boot; `clock`: monotonic seconds."""
         self._kv = kv
-        self._path = path
         self._identity = worker_identity
         self.unit_bytes = -(-kv.block_bytes // arena.PAGE_BYTES) * arena.PAGE_BYTES
-        self._decoder: Decoder[messages.FromHostCache] = Decoder(messages.FromHostCache)
-        self._socket: socket.socket | None = None
+        self._socket = HostCacheSocket(path)
         self._attached = False
-        self._arena: messages.Attached | None = None  # of the mapping
+        self._arena: Attached | None = None  # what is mapped
         self._mapping: arena.Mapping | None = None
-        self._images: dict[int, Image] = {}
+        self._images: dict[int, Image] = {}  # by the scheduler's number
+        self._last_lease = 0
         self._asks: dict[int, Ask] = {}
         self._late: set[int] = set()  # asks that passed their deadline and are still unanswered
         self._copies: deque[Copy] = deque()
-        self._outbox: deque[messages.ToHostCache] = deque()
         self._events: list[Event] = []
         self._connect_at = clock()
         self._lost_at: float | None = None  # when images that wait for their arena are given up
@@ -118,16 +118,20 @@ class Parking:
                 self._load(action)
             case ReleaseLease(lease=lease):
                 self._release(lease)
+        self._flush(now)
 
     def poll(self, now: float) -> list[Event]:
         """What has happened since the last call: answers, deadlines, loss. Reconnects when it is time."""
-        if self._socket is None and now >= self._connect_at:
+        if not self._socket.open and now >= self._connect_at:
             self._connect(now)
-        if self._socket is not None:
-            self._receive(now)
-        for ask, waiting in list(self._asks.items()):
-            if now >= waiting.deadline:
-                self._expire(ask)
+        try:
+            for message, fd in self._socket.receive():
+                self._heard(message, fd)
+        except HostCacheGone as error:
+            self._lose(now, str(error))
+        for number, ask in list(self._asks.items()):
+            if now >= ask.deadline:
+                self._expire(number)
         if self._lost_at is not None and now >= self._lost_at:
             self._give_up()
         self._flush(now)
@@ -159,19 +163,19 @@ class Parking:
 
     def fileno(self) -> int | None:
         """The socket to wait on for reading, or None. It changes with each connection."""
-        return self._socket.fileno() if self._socket is not None else None
+        return self._socket.fileno()
 
     def wait_s(self, now: float) -> float | None:
         """Seconds until `poll` has something to do by itself; None: not before the socket is readable."""
         if self._events:
             return 0.0
-        times = [waiting.deadline for waiting in self._asks.values()]
-        if self._socket is None:
+        times = [ask.deadline for ask in self._asks.values()]
+        if not self._socket.open:
             times.append(self._connect_at)
         if self._lost_at is not None:
             times.append(self._lost_at)
-        if self._outbox and self._socket is not None:
-            times.append(now + 0.05)  # the host cache does not read: try again soon
+        if self._socket.backlog:
+            times.append(now + RETRY_S)
         return max(0.0, min(times) - now) if times else None
 
     def close(self) -> None:
@@ -187,20 +191,17 @@ class Parking:
         elif self._late:  # it does not answer: do not make every park wait for a second
             self._events.append(LeaseDenied(ask=action.ask, reason="timeout"))
         else:
-            self._asks[action.ask] = Ask(action.request_id, action.num_blocks, now + DEADLINE_S)
-            self._outbox.append(
-                messages.Reserve(ask=action.ask, request_id=action.request_id, nbytes=action.num_blocks * self.unit_bytes)
-            )
-            self._flush(now)
+            nbytes = action.num_blocks * self.unit_bytes
+            message = messages.Reserve(ask=action.ask, request_id=action.request_id, nbytes=nbytes)
+            self._asks[action.ask] = Ask(message, now + DEADLINE_S)
+            self._socket.send(message)
 
     def _save(self, action: Save) -> None:
         image = self._images.get(action.lease)
-        if image is None or image.copies or len(action.blocks) * self.unit_bytes > sum(nbytes for _, nbytes in image.extents):
+        if image is None or image.copies or len(action.blocks) > len(image.offsets):
             self._events.append(Saved(request_id=action.request_id, ok=False))
             return
-        image.seed = self._seed(action.request_id, action.position)
-        image.committed = False
-        image.checksums = []
+        image.position, image.committed, image.checksums = action.position, False, []
         self._start(Copy(action, image, self._save_pieces(action, image)))
 
     def _load(self, action: Load) -> None:
@@ -219,7 +220,7 @@ class Parking:
             return
         del self._images[lease]
         if self._attached:
-            self._outbox.append(messages.Release(lease=lease))
+            self._socket.send(messages.Release(lease=image.number))
 
     # copies -----------------------------------------------------------------------------------------------------------
     def _start(self, copy: Copy) -> None:
@@ -228,27 +229,27 @@ class Parking:
 
     def _finish(self, copy: Copy, ok: bool) -> Event:
         """Book the end of a copy. A save is committed before the scheduler hears of it."""
-        image = copy.image
+        image, action = copy.image, copy.action
         image.copies -= 1
-        if isinstance(copy.action, Save) and ok:
+        if isinstance(action, Save) and ok:
             image.committed = True
-            self._outbox.append(
-                messages.Commit(lease=copy.action.lease, checksum=image_checksum(image.checksums), position=copy.action.position)
-            )
+            checksum = image_checksum(image.checksums)
+            self._socket.send(messages.Commit(lease=image.number, checksum=checksum, position=action.position))
         if image.released and not image.copies:
-            self._release(copy.action.lease)
+            self._release(action.lease)
         return copy.ended(ok)
 
     def _save_pieces(self, action: Save, image: Image) -> Generator[int, None, bool]:
+        seed = self._seed(action, image)
         for index, number in enumerate(action.blocks):
             place = self._place(image, index)
-            image.checksums.append((yield from save_block(self._kv.block(number), place, image.seed, index)))
+            image.checksums.append((yield from save_block(self._kv.block(number), place, seed, index)))
         return True
 
     def _load_pieces(self, action: Load, image: Image) -> Generator[int, None, bool]:
+        seed = self._seed(action, image)
         for index, number in enumerate(action.blocks, action.first):
-            place = self._place(image, index)
-            found = yield from load_block(place, self._kv.block(number), image.seed, index)
+            found = yield from load_block(self._place(image, index), self._kv.block(number), seed, index)
             if found != image.checksums[index]:
                 log.error("request %s: block %d of its image is damaged; it will be recomputed", action.request_id, index)
                 return False
@@ -256,142 +257,118 @@ class Parking:
 
     def _place(self, image: Image, index: int) -> np.ndarray:
         """The bytes of the image's block `index` in the arena, mapped."""
-        skip = index * self.unit_bytes
-        for offset, nbytes in image.extents:
-            if skip < nbytes:
-                self._mapping.populate(offset + skip, self.unit_bytes)
-                return self._mapping.view(offset + skip, self._kv.block_bytes)
-            skip -= nbytes
-        raise IndexError(f"block {index} lies beyond the lease")
+        self._mapping.populate(image.offsets[index], self.unit_bytes)
+        return self._mapping.view(image.offsets[index], self._kv.block_bytes)
 
-    def _seed(self, request_id: str, position: int) -> int:
-        return tag_seed(self._identity, request_id, f"{self._kv.block_bytes}", position)
+    def _seed(self, action: Save | Load, image: Image) -> int:
+        return tag_seed(self._identity, action.request_id, f"{self._kv.block_bytes}", image.position)
 
     # answers ----------------------------------------------------------------------------------------------------------
-    def _receive(self, now: float) -> None:
-        for _ in range(MAX_RECEIVE):
-            try:
-                payload, fd = arena.receive(self._socket, descriptors=True)
-            except BlockingIOError:
-                return
-            except (OSError, ValueError) as error:
-                return self._lose(now, str(error))
-            if not payload:
-                return self._lose(now, "it has ended")
-            try:
-                message = self._decoder.unpack(payload)
-                self._heard(message, fd)
-            except ProtocolError as error:
-                return self._lose(now, str(error))
-            finally:
-                if fd is not None:
-                    os.close(fd)
-
     def _heard(self, message: messages.FromHostCache, fd: int | None) -> None:
+        if not self._attached and not isinstance(message, Attached):
+            raise HostCacheGone(f"{type(message).__name__} before Attached")
         match message:
-            case messages.Attached():
+            case Attached():
                 self._attach(message, fd)
-            case messages.Granted(ask=ask, lease=lease, extents=extents):
-                self._granted(ask, lease, extents)
-            case messages.Denied(ask=ask, reason=reason):
+            case Granted(ask=ask, lease=number, extents=extents):
+                self._granted(ask, number, extents)
+            case Denied(ask=ask, reason=reason):
                 self._late.discard(ask)
                 if self._asks.pop(ask, None):
                     self._events.append(LeaseDenied(ask=ask, reason=reason))
-            case messages.Reclaim(slab=slab):
+            case Reclaim(slab=slab):
                 self._reclaim(slab)
 
-    def _granted(self, ask: int, lease: int, extents: list[tuple[int, int]]) -> None:
-        self._late.discard(ask)
-        waiting = self._asks.pop(ask, None)
-        if waiting is not None and self._fits(waiting, extents) and lease not in self._images:
-            self._images[lease] = Image(extents)
-            self._events.append(LeaseGranted(ask=ask, lease=lease))
+    def _granted(self, number: int, lease: int, extents: list[tuple[int, int]]) -> None:
+        """A lease for ask `number`. One that nobody waits for any more, or of another size, goes back at once."""
+        self._late.discard(number)
+        ask = self._asks.pop(number, None)
+        if ask is not None and self._fits(ask.message.nbytes, extents):
+            offsets = [at + skip for at, nbytes in extents for skip in range(0, nbytes, self.unit_bytes)]
+            self._last_lease += 1
+            self._images[self._last_lease] = Image(lease, extents, offsets)
+            self._events.append(LeaseGranted(ask=number, lease=self._last_lease))
             return
-        if lease not in self._images:
-            self._outbox.append(messages.Release(lease=lease))
-        if waiting is not None:
-            log.error("ask %d was granted something else than it asked for", ask)
-            self._events.append(LeaseDenied(ask=ask, reason="mismatch"))
+        self._socket.send(messages.Release(lease=lease))
+        if ask is not None:
+            log.error("%d bytes were asked for and something else was granted", ask.message.nbytes)
+            self._events.append(LeaseDenied(ask=number, reason="mismatch"))
 
-    def _fits(self, waiting: Ask, extents: list[tuple[int, int]]) -> bool:
-        """Whether the extents are what was asked for and lie in the arena, each a multiple of the unit."""
+    def _fits(self, wanted: int, extents: list[tuple[int, int]]) -> bool:
+        """Whether the extents are `wanted` bytes of the arena, each a multiple of the unit."""
         end = self._arena.arena_bytes
-        inside = all(
-            n > 0 and n % self.unit_bytes == 0 and at >= 0 and at % arena.PAGE_BYTES == 0 and at + n <= end for at, n in extents
-        )
-        return inside and sum(n for _, n in extents) == waiting.num_blocks * self.unit_bytes
+        inside = all(0 <= at <= end - n and at % arena.PAGE_BYTES == 0 and n % self.unit_bytes == 0 < n for at, n in extents)
+        return inside and sum(n for _, n in extents) == wanted
 
     def _reclaim(self, slab: int) -> None:
-        """Let go of a slab. No lease of this worker lies in it: the host cache has all of them in its book."""
+        """Let go of a slab in which no lease lies; should one be granted there later, its pages are entered again."""
+        self._drop(slab)
+        self._socket.send(messages.Reclaimed(slab=slab))
+
+    def _drop(self, slab: int) -> None:
         start = slab * self._arena.slab_bytes
         if 0 <= start < self._arena.arena_bytes:
             self._mapping.drop(start, min(self._arena.slab_bytes, self._arena.arena_bytes - start))
-        self._outbox.append(messages.Reclaimed(slab=slab))
 
-    def _expire(self, ask: int) -> None:
-        """No answer in time is a denial. One that was never sent is taken back; else its late grant will be released."""
-        waiting = self._asks.pop(ask)
-        self._events.append(LeaseDenied(ask=ask, reason="timeout"))
-        unsent = messages.Reserve(ask=ask, request_id=waiting.request_id, nbytes=waiting.num_blocks * self.unit_bytes)
-        if unsent in self._outbox:
-            self._outbox.remove(unsent)
-        else:
-            self._late.add(ask)
+    def _expire(self, number: int) -> None:
+        """No answer in time is a denial. An ask that was never sent is taken back; else its late grant will be released."""
+        ask = self._asks.pop(number)
+        self._events.append(LeaseDenied(ask=number, reason="timeout"))
+        if not self._socket.withdraw(ask.message):
+            self._late.add(number)
 
     # the connection ---------------------------------------------------------------------------------------------------
     def _connect(self, now: float) -> None:
         """Try to connect and say Attach; what goes wrong is tried again after RECONNECT_S."""
         self._connect_at = now + RECONNECT_S
-        sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC)
-        try:
-            code = sock.connect_ex(self._path)
-        except OSError as error:  # a path that is too long
-            code = error.errno or errno.EINVAL
-        if code:
-            sock.close()
+        if not self._socket.connect():
             return
-        self._socket = sock
-        held = [messages.HeldLease(lease, image.extents) for lease, image in self._images.items()]
+        held = [HeldLease(image.number, image.extents) for image in self._images.values()]
         generation = self._arena.generation if self._arena is not None else 0
-        self._outbox.append(
-            messages.Attach(worker=self._identity, unit_bytes=self.unit_bytes, generation=generation, held=_bounded(held))
-        )
+        self._socket.send(messages.Attach(self._identity, self.unit_bytes, generation, fitting(held)))
         self._flush(now)
 
-    def _attach(self, attached: messages.Attached, fd: int | None) -> None:
+    def _attach(self, attached: Attached, fd: int | None) -> None:
         """The host cache has answered: map its arena, or go on with the one that came back."""
         if fd is None or self._attached or not arena.is_arena(fd, attached.arena_bytes):
-            raise ProtocolError("no arena came with Attached")
+            raise HostCacheGone("no arena came with Attached")
         if self._mapping is not None and attached.generation != self._arena.generation:
             self._give_up()
         if self._mapping is None:
-            self._mapping = arena.Mapping(fd, attached.arena_bytes)
-        self._images = {lease: image for lease, image in self._images.items() if lease in attached.kept}
+            try:
+                self._mapping = arena.Mapping(fd, attached.arena_bytes)
+            except OSError as error:  # a limit on address space: serve without a host cache
+                raise HostCacheGone(f"its arena cannot be mapped: {error.strerror}") from None
+        kept = set(attached.kept)
+        self._images = {lease: image for lease, image in self._images.items() if image.number in kept}
         self._arena, self._attached, self._lost_at = attached, True, None
-        log.info("attached to the host cache: arena of %d MiB, %d leases kept", attached.arena_bytes >> 20, len(attached.kept))
+        used = {at // attached.slab_bytes for image in self._images.values() for at, _ in image.extents}
+        for slab in range(-(-attached.arena_bytes // attached.slab_bytes)):
+            if slab not in used:  # the host cache may have given it back, and taken it again, while nobody could say Reclaim
+                self._drop(slab)
+        log.info("attached to the host cache: arena of %d MiB, %d leases kept", attached.arena_bytes >> 20, len(kept))
 
     def _lose(self, now: float, why: str) -> None:
         """The connection has ended: images are void unless their arena is stored and may come back."""
-        if self._attached:
-            log.warning("host cache lost: %s", why)
-        attached, self._connect_at = self._attached, now + RECONNECT_S
+        was_attached, self._connect_at = self._attached, now + RECONNECT_S
         self._disconnect()
-        if not attached:
+        if not was_attached:
             return
+        log.warning("host cache lost: %s", why)
         if self._arena.stored:
-            self._events += [LeaseDenied(ask=ask, reason="no_host_cache") for ask in self._asks]
-            self._asks.clear()
             self._wait_for_arena(now)
         else:
             self._give_up()
 
     def _wait_for_arena(self, now: float) -> None:
-        """Committed images stay, and may be loaded: they are verified. What was being saved is void."""
+        """Committed images stay, and may even be loaded: their bytes are verified. What was being saved is void."""
         self._lost_at = now + RETURN_S
+        self._events += [LeaseDenied(ask=number, reason="no_host_cache") for number in self._asks]
+        self._asks.clear()
         for copy in [copy for copy in self._copies if isinstance(copy.action, Save)]:
             self._copies.remove(copy)
             self._events.append(copy.ended(False))
-        self._images = {lease: image for lease, image in self._images.items() if image.committed}
+        self._images = {lease: image for lease, image in self._images.items() if image.committed and not image.released}
 
     def _give_up(self) -> None:
         """All leases are void; copies under way end with ok=False after the scheduler has heard of it."""
@@ -411,11 +388,8 @@ class Parking:
 
     def _disconnect(self) -> None:
         self._attached = False
-        self._outbox.clear()
         self._late.clear()
-        if self._socket is not None:
-            self._socket.close()
-            self._socket = None
+        self._socket.close()
 
     def _unmap(self) -> None:
         if self._mapping is not None:
@@ -423,24 +397,7 @@ class Parking:
         self._mapping = self._arena = None
 
     def _flush(self, now: float) -> None:
-        """Send what can be sent. What the host cache has no room for waits; only its end loses it."""
-        while self._outbox and self._socket is not None:
-            try:
-                arena.send(self._socket, pack(self._outbox[0]))
-            except BlockingIOError:
-                return
-            except OSError as error:
-                return self._lose(now, error.strerror or "lost")
-            self._outbox.popleft()
-
-
-def _bounded(held: list[messages.HeldLease]) -> list[messages.HeldLease]:
-    """As many leases as fit an Attach; the others are lost."""
-    room = arena.MAX_DATAGRAM_BYTES - 1024
-    kept: list[messages.HeldLease] = []
-    for lease in held:
-        room -= 64 + 24 * len(lease.extents)
-        if room < 0:
-            break
-        kept.append(lease)
-    return kept
+        try:
+            self._socket.flush()
+        except HostCacheGone as error:
+            self._lose(now, str(error))

@@ -2,8 +2,10 @@
 
 What it does not cover: sockets and memory. Memory is taken through the callable `take` before anything is granted from it.
 A slab without leases stays warm for `WARM_S`; then every attached worker is told to let go of it, and once all have answered
-or gone it is given back. Until that moment it may still be granted from, which calls the reclaim off: a worker handles
-`Reclaim` and a later `Granted` in order, so both sides agree, and a worker that hangs never withholds the memory from others.
+or gone it is given back. Until that moment it may still be granted from, which calls the reclaim off, so a worker that hangs
+never withholds the memory from others. Both sides agree, because a worker handles its messages in order: it answers a Reclaim
+before it sees a later Granted, and it releases only what it has seen. So an answer to a reclaim that was called off may stand
+for the next one: the worker has not touched the slab in between.
 """
 
 from bisect import bisect_right, insort
@@ -120,7 +122,7 @@ class Worker:
     unit_bytes: int
     leases: dict[int, Lease] = field(default_factory=dict)
     next_lease: int = 1
-    owes: dict[int, int] = field(default_factory=dict)  # slab -> Reclaimed answers still to come
+    owes: set[int] = field(default_factory=set)  # slabs whose Reclaimed is still to come
 
 
 class Budget:
@@ -132,13 +134,14 @@ class Budget:
         generation: int,
         take: Callable[[int], None],
         *,
+        slab_bytes: int = SLAB_BYTES,
         stored: bool = False,
         resident: Iterable[int] = (),
         now: float = 0.0,
     ) -> None:
         """`resident`: slabs of a kept arena that are in memory; they can be claimed by `Attach` until `now` + CLAIM_S."""
         self.budget_bytes = budget_bytes // PAGE_BYTES * PAGE_BYTES
-        self.slab_bytes = max(PAGE_BYTES, min(SLAB_BYTES, self.budget_bytes))
+        self.slab_bytes = max(PAGE_BYTES, min(slab_bytes, self.budget_bytes))
         self.generation = generation
         self.stored = stored
         self.workers: dict[int, Worker] = {}
@@ -189,7 +192,7 @@ class Budget:
             if self._cold_at(slab) <= now:
                 slab.asked = True
                 for peer, worker in self.workers.items():
-                    worker.owes[number] = worker.owes.get(number, 0) + 1
+                    worker.owes.add(number)
                     actions.append(Send(peer, Reclaim(slab=number)))
                 actions += self._punch_if_let_go(number)
         return actions
@@ -337,10 +340,7 @@ class Budget:
         worker = self.workers.get(peer)
         if worker is None or slab not in worker.owes:
             return []  # an answer nobody waits for
-        worker.owes[slab] -= 1
-        if worker.owes[slab]:
-            return []  # the reclaim was called off and asked for again: the newest answer counts
-        del worker.owes[slab]
+        worker.owes.remove(slab)
         return self._punch_if_let_go(slab)
 
     def _punch_if_let_go(self, number: int) -> list[Action]:
