@@ -60,16 +60,18 @@ class Api:
         """The events of one streaming request with one choice; leaving the loop hangs up. ApiError if the stream breaks."""
         timeout = httpx.Timeout(ANSWER_S, read=SILENCE_S)
         with self._errors():
-            async with httpx.AsyncClient(headers=self._headers, timeout=timeout, trust_env=False) as client:
-                async with client.stream("POST", self.url + path, json={**body, "stream": True}) as response:
-                    if response.status_code != 200:
-                        await response.aread()
-                        raise ApiError(refusal(response))
-                    async for line in response.aiter_lines():
-                        if line == "data: [DONE]":
-                            return
-                        if (event := parse(line)) is not None:
-                            yield event
+            async with (
+                httpx.AsyncClient(headers=self._headers, timeout=timeout, trust_env=False) as client,
+                client.stream("POST", self.url + path, json={**body, "stream": True}) as response,
+            ):
+                if response.status_code != 200:
+                    await response.aread()
+                    raise ApiError(refusal(response))
+                async for line in response.aiter_lines():
+                    if line == "data: [DONE]":
+                        return
+                    if (event := parse(line)) is not None:
+                        yield event
         raise ApiError("the stream broke off")
 
     def _request(self, method: str, path: str, body: dict[str, Any] | None = None) -> httpx.Response:

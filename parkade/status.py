@@ -98,7 +98,7 @@ def _figures(now: Snapshot) -> Table:
     table = Table(box=None, show_header=False, pad_edge=False)
     for _ in range(6):
         table.add_column()
-    mib = {name: now.figure(f"parkade_hostcache_{name}_bytes") / 2**20 for name in ("used", "held", "budget")}
+    used, held, budget = (now.figure(f"parkade_hostcache_{name}_bytes") / 2**20 for name in ("used", "held", "budget"))
     preempts = " ".join(
         f"{kind} {int(now.figure(_of('parkade_preempt_total', kind=kind)))}" for kind in ("pressure", "forced", "explicit")
     )
@@ -108,7 +108,7 @@ def _figures(now: Snapshot) -> Table:
          "parked", now.figure("parkade_requests_preempted")),
         ("tokens", now.figure("parkade_tokens_generated_total"), "resumes", now.figure("parkade_resume_total"),
          "recomputed", now.figure("parkade_recompute_tokens_total")),
-        ("parks", preempts, "denied", denied, "park RAM", f"{mib['used']:.0f} used, {mib['held']:.0f} held of {mib['budget']:.0f} MiB"),
+        ("parks", preempts, "denied", denied, "park RAM", f"{used:.0f} used, {held:.0f} held of {budget:.0f} MiB"),
     )  # fmt: skip
     for row in rows:
         table.add_row(
