@@ -24,10 +24,10 @@ _SPECIAL = re.compile(r"<\|\w+\|>")
 CHATS = {
     "lighthouse": (
         "I am writing a long story about a lighthouse keeper named Maren who lives alone on a small rock far out at sea. Her "
-        "lamp has burned every night for thirty years. She keeps a thick blue book in which she writes the name of each ship that "
-        "passes, the colour of its sails, the direction of the wind and one thing that made her smile that day. One autumn "
-        "evening a boat without a name and without any crew drifts against the rocks below her tower. In its cabin she finds a "
-        "table laid for two, a kettle that is still warm, and a letter that begins with her own name. "
+        "lamp has burned every night for thirty years. She keeps a thick blue book in which she writes the name of each ship "
+        "that passes, the colour of its sails, the direction of the wind and one thing that made her smile that day. One "
+        "autumn evening a boat without a name and without any crew drifts against the rocks below her tower. In its cabin she "
+        "finds a table laid for two, a kettle that is still warm, and a letter that begins with her own name. "
     ),
     "railway": (
         "Please help me to plan a railway for a wooden valley town. The valley has a river, two steep hills, a sawmill, a market "
@@ -54,17 +54,20 @@ CHATS = {
     ),
 }
 TASK = (
-    "Think about it step by step and then write as much as you can: describe the people and the places, explain what "
-    "happens first and what happens next, say what could go wrong and what to do about it, and give many small details. Never stop early."
+    "Think about it step by step and then write as much as you can. Describe the people and the places, explain what happens "
+    "first and what happens next, say what could go wrong and what to do about it, and give many small details: what is heard "
+    "and seen and smelled, who speaks with whom and in which words, how the weather changes, and what everybody remembers "
+    "of it many years later. Never stop early."
 )
 
 
 def demo(ctx: int, max_tokens: int, park_ram: str) -> int:
     """Run it; status 0 if every chat is whole. ApiError if the server does not start."""
     console = Console()
+    wanted = len(CHATS) * (250 + max_tokens)
     console.print(
-        f"Starting a server: SmolLM2-135M-Instruct, one pool of {ctx} cells. Then four chats of about 250 prompt and "
-        f"{max_tokens} generated tokens each: {4 * (250 + max_tokens)} cells are wanted in the end, so that chats have to be parked.",
+        f"Starting a server: SmolLM2-135M-Instruct, one pool of {ctx} cells. Then four chats of about 250 prompt and\n"
+        f"{max_tokens} generated tokens each. They want {wanted} cells in the end: each fits alone, together they do not.",
         soft_wrap=True,
     )
     flags = ["--model", "smollm2", "--ctx", str(ctx), "--park-ram", park_ram]

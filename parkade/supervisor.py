@@ -131,6 +131,7 @@ class Supervisor:
                 stdout=write_end,
                 stderr=write_end,
                 process_group=0,  # same session, own group: a Ctrl-C in the terminal is for us alone, we tell the children
+                umask=0o077,  # sockets are for this user, whatever the mode of a given folder
                 preexec_fn=die_with(os.getpid()),
             )
         except (OSError, subprocess.SubprocessError) as error:
