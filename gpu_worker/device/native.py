@@ -21,7 +21,7 @@ from gpu_worker.device.kv_cache import anonymous
 SOURCES = Path(__file__).parent.parent / "native"
 LIBRARY = SOURCES / "rows.so"
 FLAGS = ["-O3", "-march=native", "-std=c++20", "-fPIC", "-shared", "-pthread", "-ffp-contract=off"]
-ABI = 1
+ABI = 2
 F32, BF16, Q8, Q4 = range(4)  # enum Format of matmul.h
 MAX_HEAD_DIM = 256
 
@@ -38,7 +38,7 @@ class ShapeStruct(Structure):
     """struct Shape of rows.cpp."""
 
     _fields_ = [(name, c_int) for name in
-                ("layers", "hidden", "heads", "kv_heads", "head_dim", "intermediate", "vocab", "is_f32")] + [("eps", c_float)]  # fmt: skip
+                ("layers", "hidden", "heads", "kv_heads", "head_dim", "intermediate", "vocab", "positions", "is_f32")] + [("eps", c_float)]  # fmt: skip
 
 
 class LayerStruct(Structure):
@@ -142,7 +142,7 @@ def _declare(lib: ctypes.CDLL) -> None:
         ("pk_free", None, [p]),
         ("pk_set_layer", None, [p, c_int, POINTER(LayerStruct)]),
         ("pk_set_ends", None, [p, POINTER(MatrixStruct), POINTER(MatrixStruct), p]),
-        ("pk_forward", None, [p, POINTER(StepStruct)]),
+        ("pk_forward", c_int, [p, POINTER(StepStruct)]),
         ("pk_logits", None, [p, p, c_int, p]),
         ("pk_packed_bytes", c_size_t, [c_int, c_int, c_int]),
         ("pk_pack_dense", None, [c_int, c_int, p, c_int, c_int, p]),

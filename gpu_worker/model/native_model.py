@@ -34,7 +34,7 @@ class NativeModel:
         self._formats: list[tuple[int, ...]] = []  # of each layer's products
         cos, sin = (self._keep(t) for t in tables(spec.rope, spec.head_dim, spec.max_context))
         shape = ShapeStruct(spec.num_layers, spec.hidden, spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.intermediate,
-                            spec.vocab, dtype_name == "f32", spec.rms_eps)  # fmt: skip
+                            spec.vocab, spec.max_context, dtype_name == "f32", spec.rms_eps)  # fmt: skip
         self._model = lib.pk_model(ctypes.byref(shape), cos.data_ptr(), sin.data_ptr(), threads)
         for index in range(spec.num_layers):
             self._load_layer(weights, index)
@@ -62,7 +62,7 @@ class NativeModel:
     def forward(self, batch: Batch, kv: KvCache, layers: list[int] | None = None) -> Tensor:
         """float32 [n_out, hidden]: hidden rows after the final norm; writes the cells of every row.
 
-        `layers` runs only some layers (the proof of exactness does).
+        IndexError if a token id or position is out of range. `layers` runs only some layers (the proof of exactness does).
         """
         if kv.block_size % 16 or kv.dtype != self.kv_dtype:
             raise ValueError(f"cells of {kv.dtype} in blocks of {kv.block_size} do not fit this model")
@@ -75,7 +75,8 @@ class NativeModel:
         step.only, step.only_count = (None, 0) if only is None else (only.ctypes.data, len(only))
         step.pool, step.block_size, step.pool_layers = kv.tensor.data_ptr(), kv.block_size, kv.tensor.shape[1]
         step.hidden = out.data_ptr()
-        self._lib.pk_forward(self._model, ctypes.byref(step))
+        if not self._lib.pk_forward(self._model, ctypes.byref(step)):
+            raise IndexError("a token id, a position or a block of the step is out of range")
         return out
 
     def logits(self, hidden: Tensor) -> Tensor:

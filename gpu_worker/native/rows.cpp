@@ -12,7 +12,7 @@
 namespace {
 
 struct Shape {
-  int layers, hidden, heads, kv_heads, head_dim, intermediate, vocab, is_f32;
+  int layers, hidden, heads, kv_heads, head_dim, intermediate, vocab, positions, is_f32;
   float eps;
 };
 
@@ -84,9 +84,15 @@ class Model {
   Matrix embed{}, head{};
   const float* final_norm = nullptr;
 
-  void forward(const Step& step) {
+  // False, and nothing done, if a number of the step points outside the embedding, the positions or the block table.
+  bool forward(const Step& step) {
+    for (int i = 0; i < step.rows; i++) {
+      if ((uint64_t)step.tokens[i] >= (uint64_t)s_.vocab || (uint32_t)step.positions[i] >= (uint32_t)s_.positions) return false;
+      if (step.positions[i] / step.block_size >= step.table_width) return false;
+    }
     reserve(step);
     team_.run([&](int thread) { run(step, thread); });
+    return true;
   }
 
   void logits(const float* hidden, int rows, float* out) {
@@ -441,7 +447,7 @@ class Model {
 
 extern "C" {
 
-int pk_abi() { return 1; }
+int pk_abi() { return 2; }
 
 // Instruction sets that the compiler was allowed to use, as /proc/cpuinfo names them.
 const char* pk_features() {
@@ -479,7 +485,7 @@ void pk_set_ends(Model* model, const Matrix* embed, const Matrix* head, const fl
   model->final_norm = norm;
 }
 
-void pk_forward(Model* model, const Step* step) { model->forward(*step); }
+int pk_forward(Model* model, const Step* step) { return model->forward(*step); }
 
 void pk_logits(Model* model, const float* hidden, int rows, float* out) { model->logits(hidden, rows, out); }
 

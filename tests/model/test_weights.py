@@ -1,0 +1,73 @@
+"""Tensors come out of the files with the numbers that were put in."""
+
+
+import gguf
+import numpy as np
+import pytest
+import torch
+
+from gpu_worker.model import weights as module
+from gpu_worker.model.weights import Quantised, Weights
+from tests.make_models import random_weights, write_gguf, write_hf
+from wire.model_files import find_model
+
+
+def restored(parts: Quantised) -> np.ndarray:
+    value = parts.quants * np.repeat(parts.scale.astype(np.float32), 32, 1)
+    return value if parts.minimum is None else value + np.repeat(parts.minimum.astype(np.float32), 32, 1)
+
+
+def test_rows_of_q_and_k_are_put_back_into_halves(tmp_path):
+    gguf_weights = Weights(find_model(str(write_gguf(tmp_path / "m.gguf", "llama"))))
+    hf_weights = Weights(find_model(str(write_hf(tmp_path / "hf", "llama"))))
+    truth = random_weights("llama")
+    for part in ("q", "k", "v"):
+        expected = torch.from_numpy(truth[f"model.layers.1.self_attn.{part}_proj.weight"])
+        for weights in (gguf_weights, hf_weights):
+            assert torch.equal(weights.dense(f"layers.1.{part}", torch.float32), expected)
+
+
+def test_quants_keep_the_order_of_unpermuted_rows(tmp_path):
+    weights = Weights(find_model(str(write_gguf(tmp_path / "m.gguf", "llama", quant="Q4_1"))))
+    for part in ("q", "gate"):
+        dense = weights.dense(f"layers.0.{part}", torch.float32).numpy()
+        assert np.allclose(restored(weights.four_bit(f"layers.0.{part}")), dense, atol=1e-6)
+
+
+@pytest.mark.parametrize("quant", ["Q4_0", "Q4_1", "Q8_0"])
+def test_quants_and_scales_give_what_gguf_dequantises(tmp_path, quant):
+    weights = Weights(find_model(str(write_gguf(tmp_path / "m.gguf", "qwen2", quant=quant))))
+    dense = weights.dense("layers.0.up", torch.float32).numpy()
+    parts = weights.eight_bit("layers.0.up") if quant == "Q8_0" else weights.four_bit("layers.0.up")
+    assert np.allclose(restored(parts), dense, atol=1e-3 * np.abs(dense).max())
+    assert (weights.four_bit("layers.0.up") is None) == (quant == "Q8_0")
+
+
+def test_q4_k_gives_what_gguf_dequantises(tmp_path):
+    rng = np.random.default_rng(0)
+    blocks = rng.integers(0, 256, (8, 2, 144), dtype=np.uint8)
+    blocks[:, :, :4] = rng.uniform(1e-4, 1e-2, (8, 2, 2)).astype(np.float16).view(np.uint8).reshape(8, 2, 4)
+    raw = blocks.reshape(8, -1)
+    expected = gguf.quants.dequantize(raw, gguf.GGMLQuantizationType.Q4_K)
+    got = restored(module._q4_k(raw))
+    assert np.abs(got - expected).max() < 2e-3 * np.abs(expected).max()
+
+
+@pytest.mark.parametrize("dtype", ["F32", "F16", "BF16"])
+def test_dense_types_of_a_sharded_folder(tmp_path, dtype):
+    weights = Weights(find_model(str(write_hf(tmp_path / "hf", "qwen3", dtype=dtype, shards=3, tied=False))))
+    truth = random_weights("qwen3", tied=False)
+    exact = torch.from_numpy(truth["lm_head.weight"])
+    assert (weights.dense("head", torch.float32) - exact).abs().max() <= {"F32": 0, "F16": 0.01, "BF16": 0.05}[dtype]
+    assert torch.equal(weights.dense("layers.0.q_norm", torch.float32), weights.dense("layers.0.q_norm", torch.float32))
+
+
+def test_a_large_tensor_is_converted_in_parts(tmp_path, monkeypatch):
+    files = find_model(str(write_gguf(tmp_path / "m.gguf", "llama", quant="Q8_0")))
+    whole = Weights(files).dense("layers.0.q", torch.bfloat16)
+    monkeypatch.setattr(module, "PART_VALUES", 64 * 5)
+    parts = list(Weights(files).parts("layers.0.q", torch.bfloat16))
+    assert [first for first, _ in parts] == list(range(0, 64, 5))
+    assert torch.equal(torch.cat([rows for _, rows in parts]), whole)
+
+
