@@ -219,18 +219,22 @@ class _Lines:
         self._rest = b""
 
     def feed(self, data: bytes) -> None:
-        *lines, rest = (self._rest + data).split(b"\n")
-        while len(rest) > MAX_LINE_BYTES:
-            lines.append(rest[:MAX_LINE_BYTES])
-            rest = rest[MAX_LINE_BYTES:]
-        self._rest = rest
+        """Take in what was read; pass on the lines that are complete or too long to wait for their end."""
+        *lines, self._rest = (self._rest + data).split(b"\n")
         for line in lines:
-            self._take(line[:MAX_LINE_BYTES].decode(errors="replace"))
+            self._pass_on(line)
+        if len(self._rest) > MAX_LINE_BYTES:
+            self.end()
 
     def end(self) -> None:
+        """Pass on what has no end of line yet."""
         if self._rest:
-            self._take(self._rest.decode(errors="replace"))
+            self._pass_on(self._rest)
         self._rest = b""
+
+    def _pass_on(self, line: bytes) -> None:
+        for start in range(0, len(line), MAX_LINE_BYTES):
+            self._take(line[start : start + MAX_LINE_BYTES].decode(errors="replace"))
 
 
 def die_with(parent: int) -> Callable[[], None]:

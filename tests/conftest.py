@@ -1,0 +1,21 @@
+"""For all tests: settings of the machine they run on do not count, and tests of real processes are marked as such."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).parent
+
+
+def pytest_configure() -> None:
+    """Forget PARKADE_... variables: a test, and every process it starts, has only the settings that it asks for."""
+    for name in [name for name in os.environ if name.startswith("PARKADE_")]:
+        del os.environ[name]
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """What lies under tests/system starts real processes."""
+    for item in items:
+        if item.path.is_relative_to(HERE / "system"):
+            item.add_marker(pytest.mark.system)
