@@ -3,6 +3,8 @@
 import random
 from collections import Counter
 
+from msgspec.structs import replace
+
 from gpu_worker.policy import events
 from gpu_worker.policy.events import Action, Event, Plan, StepDone, Submitted
 from gpu_worker.policy.scheduler import Scheduler
@@ -252,4 +254,6 @@ def _bucket(parks: int) -> str:
 
 
 def _usage_now(stream: Stream) -> Usage:
-    return Usage(prompt_tokens=len(stream.generate.prompt_token_ids), completion_tokens=len(stream.delivered))
+    """What the router knows of a stream that it ends itself."""
+    prompt_len = len(stream.generate.prompt_token_ids)
+    return replace(stream.usage, prompt_tokens=prompt_len, completion_tokens=len(stream.delivered))

@@ -10,8 +10,9 @@ from msgspec import Struct
 from wire.messages import Logprob, ParkKind, Sampling, Submit, Usage
 
 
-class Value(Struct, frozen=True, tag=True):
-    """Base of events and actions."""
+class Value(Struct, frozen=True, tag=True, gc=False):
+    """Base of events and actions. Values refer to no container of themselves, so the garbage collector need not walk them: with
+    thousands a step its full passes would cost more than the plan."""
 
 
 # events ---------------------------------------------------------------------------------------------------------------
@@ -33,7 +34,7 @@ class ResumeRequested(Value):
     reason: Literal["explicit", "credit"] = "explicit"
 
 
-class RowResult(Struct, frozen=True):
+class RowResult(Struct, frozen=True, gc=False):
     """What the step made of one row. `tokens` is empty for a chunk that does not reach the newest token."""
 
     request_id: str
@@ -154,7 +155,7 @@ Action = Reserve | Save | Load | ReleaseLease | Emit | Notify | Finish
 
 
 # rows -----------------------------------------------------------------------------------------------------------------
-class Row(Struct, frozen=True):
+class Row(Struct, frozen=True, gc=False):
     """One sequence's share of one step: feed tokens[start : start + count], then `draft`.
 
     `tokens` is the sequence's own list, to be read only until the step ends. The cells of positions below `start` lie in
@@ -175,7 +176,7 @@ class Row(Struct, frozen=True):
     prompt_logprobs: int | None = None  # wanted for the prompt tokens predicted by this row; None: none
 
 
-class Plan(Struct, frozen=True):
+class Plan(Struct, frozen=True, gc=False):
     """Do `actions` in order, then run `rows` as one step. `epoch` comes back in StepDone."""
 
     actions: list[Action]

@@ -18,7 +18,7 @@ class State(enum.Enum):
     FINISHED = "finished"
 
 
-class Sequence(Struct, eq=False):
+class Sequence(Struct, eq=False, gc=False):
     """`tokens` are known; the first `computed` of them have cells. A step feeds tokens[computed:], whatever they are.
 
     While PARKED, `computed` is the number of cells in the image that `lease` holds, 0 without a lease.
