@@ -35,19 +35,24 @@ def main() -> None:
     files = find_model(args.model)
     bandwidth = read_bandwidth()
     print(f"{args.threads} threads, context {args.context}, reading one core: {bandwidth / 1e9:.1f} GB/s")
-    print(f"{'weights':8} {'backend':7} {'step':14} {'median ms':>10} {'p10..p90 ms':>14} {'tok/s':>8} {'bytes MB':>9} {'bound ms':>9}")
+    print("weights  backend step            median ms    p10..p90 ms    tok/s  bytes MB  bound ms")
     for dtype in args.dtypes.split(","):
         model = load_model(files, dtype, threads=args.threads, native=not args.torch)
         for rows in (1, 2, 4, 8):
             step, nbytes = decode(model, rows, args.context)
             line(model, f"{rows} decode", measure(step, args.repeat), rows, nbytes, bandwidth * args.threads)
-        line(model, f"prompt {args.prompt}", measure(prompt(model, args.prompt, args.chunk), max(3, args.repeat // 5)), args.prompt, 0, 0)
+        times = measure(prompt(model, args.prompt, args.chunk), max(3, args.repeat // 5))
+        line(model, f"prompt {args.prompt}", times, args.prompt, 0, 0)
 
 
 def line(model: Model, what: str, times: list[float], tokens: int, nbytes: float, bandwidth: float) -> None:
     low, middle, high = (1e3 * times[int(q * (len(times) - 1))] for q in (0.1, 0.5, 0.9))
     bound = f"{nbytes / 1e6:9.0f} {1e3 * nbytes / bandwidth:9.2f}" if nbytes else f"{'':9} {'':9}"
-    print(f"{model.dtype_name:8} {model.backend:7} {what:14} {middle:10.2f} {low:6.2f}..{high:6.2f} {1e3 * tokens / middle:8.0f} {bound}", flush=True)
+    spread = f"{low:6.2f}..{high:6.2f}"
+    print(
+        f"{model.dtype_name:8} {model.backend:7} {what:14} {middle:10.2f} {spread:>14} {1e3 * tokens / middle:8.0f} {bound}",
+        flush=True,
+    )
 
 
 def decode(model: Model, rows: int, context: int) -> tuple[Callable[[], None], float]:

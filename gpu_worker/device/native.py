@@ -37,8 +37,13 @@ class MatrixStruct(Structure):
 class ShapeStruct(Structure):
     """struct Shape of rows.cpp."""
 
-    _fields_ = [(name, c_int) for name in
-                ("layers", "hidden", "heads", "kv_heads", "head_dim", "intermediate", "vocab", "positions", "is_f32")] + [("eps", c_float)]  # fmt: skip
+    _fields_ = [
+        *(
+            (name, c_int)
+            for name in ["layers", "hidden", "heads", "kv_heads", "head_dim", "intermediate", "vocab", "positions", "is_f32"]
+        ),
+        ("eps", c_float),
+    ]
 
 
 class LayerStruct(Structure):

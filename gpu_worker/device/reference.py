@@ -145,7 +145,8 @@ def attention(q: Tensor, kv: KvCache, layer: int, plan: AttentionPlan) -> Tensor
     for task in plan.tasks:
         count, rows = task.rows.shape
         keys, values = _gather(kv, layer, task)
-        query = q[task.rows].view(count, rows, kv_heads, group, dim).permute(0, 2, 3, 1, 4).reshape(count, kv_heads, group * rows, dim)
+        query = q[task.rows].view(count, rows, kv_heads, group, dim).permute(0, 2, 3, 1, 4)
+        query = query.reshape(count, kv_heads, group * rows, dim)
         padding = task.mask.shape[2] - group * rows
         if padding:
             query = torch.cat([query, query[:, :, :1].expand(-1, -1, padding, -1)], 2)

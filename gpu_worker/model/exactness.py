@@ -1,5 +1,6 @@
 """Proves at start, on this machine and for this model's own shapes, that a row's result depends on its sequence only."""
 
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -26,6 +27,22 @@ class ProvableModel(Protocol):
     def distinct_layers(self) -> list[int]: ...
 
 
+@dataclass(frozen=True, slots=True)
+class _Trial:
+    """What every check works on: some tokens, two sets of scattered blocks, the layers to run."""
+
+    model: ProvableModel
+    kv: KvCache
+    tokens: list[int]
+    one: list[int]
+    two: list[int]
+    far: int
+    layers: list[int]
+
+    def run(self, *rows: tuple[list[int], int, list[int]], last_only: bool = True) -> Tensor:
+        return self.model.forward(Batch.of(list(rows), last_only), self.kv, self.layers)
+
+
 def prove(model: ProvableModel) -> tuple[bool, str]:
     """(True, "") if every comparison of bytes held, else (False, what differed, in one line).
 
@@ -40,58 +57,58 @@ def prove(model: ProvableModel) -> tuple[bool, str]:
     generator = torch.Generator().manual_seed(1)
     tokens = torch.randint(model.spec.vocab, (rows,), generator=generator).tolist()
     order = torch.randperm(2 * blocks, generator=generator).tolist()
-    layers = model.distinct_layers()
-    for check in (_chunks, _company, _far):
-        if not check(model, kv, tokens, order[:blocks], order[blocks:], far, layers):
-            return False, f"results of a row differ between {(check.__doc__ or '').rstrip('.')}"
+    trial = _Trial(model, kv, tokens, order[:blocks], order[blocks:], far, model.distinct_layers())
+    for same, what in (
+        (_chunks, "one long chunk and several short ones"),
+        (_logits, "many rows and few rows in the head"),
+        (_company, "a row alone and a row beside others"),
+        (_far, "rows of a chunk and single rows far into a sequence"),
+    ):
+        if not same(trial):
+            return False, f"results of a row differ between {what}"
     return True, ""
 
 
-def _chunks(model: ProvableModel, kv: KvCache, tokens: list[int], one: list[int], two: list[int], far: int, layers: list[int]) -> bool:
-    """one long chunk and several short ones."""
-    whole = model.forward(Batch.of([(tokens, 0, one)], last_only=False), kv, layers)
+def _chunks(t: _Trial) -> bool:
+    whole = t.run((t.tokens, 0, t.one), last_only=False)
     parts, start = [], 0
-    for size in (1, 7, 33, 2, 64, 5, len(tokens)):
-        fed = tokens[start : start + size]
-        if fed:
-            parts.append(model.forward(Batch.of([(fed, start, two)], last_only=False), kv, layers))
+    for size in (1, 7, 33, 2, 64, 5, len(t.tokens)):
+        if fed := t.tokens[start : start + size]:
+            parts.append(t.run((fed, start, t.two), last_only=False))
         start += size
-    if not torch.equal(whole, torch.cat(parts)) or not _same_cells(kv, one, two, len(tokens), layers):
-        return False
-    head = whole[:64]
-    logits = model.logits(head)
-    return all(torch.equal(logits[i : i + n], model.logits(head[i : i + n])) for i, n in ((0, 1), (1, 1), (3, 2), (2, 5), (5, 13)))
+    return torch.equal(whole, torch.cat(parts)) and _same_cells(t)
 
 
-def _company(model: ProvableModel, kv: KvCache, tokens: list[int], one: list[int], two: list[int], far: int, layers: list[int]) -> bool:
-    """a row alone and a row beside others."""
-    last = len(tokens) - 1
-    own = (tokens[last:], last, one)
-    alone = model.forward(Batch.of([own]), kv, layers)
-    others = [(tokens[i : i + 1 + 3 * (i % 2)], 0, [kv.num_blocks - 1 - i]) for i in range(4)]
-    for at in range(len(others) + 1):
-        batch = Batch.of([*others[:at], own, *others[at:]])
-        if not torch.equal(alone[0], model.forward(batch, kv, layers)[at]):
-            return False
-    return True
+def _logits(t: _Trial) -> bool:
+    hidden = t.run((t.tokens[:64], 0, t.one), last_only=False)
+    logits = t.model.logits(hidden)
+    few = ((0, 1), (1, 1), (3, 2), (2, 5), (5, 13))
+    return all(torch.equal(logits[i : i + n], t.model.logits(hidden[i : i + n])) for i, n in few)
 
 
-def _far(model: ProvableModel, kv: KvCache, tokens: list[int], one: list[int], two: list[int], far: int, layers: list[int]) -> bool:
-    """rows of a chunk and single rows far into a sequence."""
-    fed = tokens[:20]
-    used = one[: -(-(far + len(fed)) // BLOCK)]
+def _company(t: _Trial) -> bool:
+    last = len(t.tokens) - 1
+    own = (t.tokens[last:], last, t.one)
+    alone = t.run(own)
+    others = [(t.tokens[i : i + 1 + 3 * (i % 2)], 0, [t.kv.num_blocks - 1 - i]) for i in range(4)]
+    return all(torch.equal(alone[0], t.run(*others[:at], own, *others[at:])[at]) for at in range(len(others) + 1))
+
+
+def _far(t: _Trial) -> bool:
+    fed = t.tokens[:20]
+    used = t.one[: -(-(t.far + len(fed)) // BLOCK)]
     for block in used:
-        kv.tensor[block].normal_(generator=torch.Generator().manual_seed(block))
-    whole = model.forward(Batch.of([(fed, far, used)], last_only=False), kv, layers)
-    single = [model.forward(Batch.of([([token], far + i, used)]), kv, layers) for i, token in enumerate(fed)]
+        t.kv.tensor[block].normal_(generator=torch.Generator().manual_seed(block))
+    whole = t.run((fed, t.far, used), last_only=False)
+    single = [t.run(([token], t.far + i, used)) for i, token in enumerate(fed)]
     return torch.equal(whole, torch.cat(single))
 
 
-def _same_cells(kv: KvCache, one: list[int], two: list[int], count: int, layers: list[int]) -> bool:
-    for index in range(-(-count // BLOCK)):
-        cells = min(BLOCK, count - index * BLOCK)
-        for layer in layers:
-            a, b = kv.tensor[one[index], layer, :, :, :cells], kv.tensor[two[index], layer, :, :, :cells]
+def _same_cells(t: _Trial) -> bool:
+    for index in range(-(-len(t.tokens) // BLOCK)):
+        cells = min(BLOCK, len(t.tokens) - index * BLOCK)
+        for layer in t.layers:
+            a, b = (t.kv.tensor[blocks[index], layer, :, :, :cells] for blocks in (t.one, t.two))
             if not torch.equal(a, b):
                 return False
     return True

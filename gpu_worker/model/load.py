@@ -20,7 +20,9 @@ from wire.model_files import ModelFiles
 Model = NativeModel | TorchModel
 
 
-def load_model(files: ModelFiles, dtype: str = "auto", exact: bool = True, threads: int | None = None, native: bool = True) -> Model:
+def load_model(
+    files: ModelFiles, dtype: str = "auto", exact: bool = True, threads: int | None = None, native: bool = True
+) -> Model:
     """A model for the CPU. `dtype`: auto (4-bit weights stay in 4 bits, bf16 elsewhere), bf16 or f32.
 
     `exact`: a row's result depends on its own sequence only (the native library gives that for nothing, torch pads rows).

@@ -25,7 +25,9 @@ class NativeModel:
     backend = "native"
     exact = True
 
-    def __init__(self, lib: ctypes.CDLL, weights: Weights, spec: ModelSpec, dtype_name: str, keep_8bit_head: bool, threads: int) -> None:
+    def __init__(
+        self, lib: ctypes.CDLL, weights: Weights, spec: ModelSpec, dtype_name: str, keep_8bit_head: bool, threads: int
+    ) -> None:
         self.spec = spec
         self.dtype_name = dtype_name
         self.kv_dtype = torch.float32 if dtype_name == "f32" else torch.bfloat16

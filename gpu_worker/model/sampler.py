@@ -1,4 +1,4 @@
-"""Draws the next tokens from logits: penalties, filters, then Gumbel-max with noise that is a function of (seed, position, token).
+"""Draws the next tokens from logits: penalties, filters, then Gumbel-max with noise from a hash of (seed, position, token).
 
 A row's result depends on its own logits, tokens and settings only, never on its company in the batch. No sorted order of
 the vocabulary and no cumulative sum decides a draw, so a last-bit change of a logit moves a token as rarely as in greedy.

@@ -5,8 +5,6 @@ import logging
 
 import pytest
 import torch
-from tests.device.library import require_native
-from tests.make_models import write_gguf, write_hf
 
 from gpu_worker.device import native
 from gpu_worker.device.kv_cache import KvCache
@@ -15,6 +13,8 @@ from gpu_worker.model.exactness import prove
 from gpu_worker.model.load import load_model
 from gpu_worker.model.native_model import NativeModel
 from gpu_worker.model.weights import Weights
+from tests.device.library import require_native
+from tests.make_models import write_gguf, write_hf
 from wire.model_files import ModelFiles, find_model
 
 SHAPES = [
@@ -64,7 +64,8 @@ def test_f32_equals_torch(tmp_path, arch, shape):
 @pytest.mark.parametrize("quant", ["Q4_0", "Q4_1", "Q8_0", "BF16"])
 def test_small_formats_are_close_to_their_own_weights_in_f32(tmp_path, quant):
     require_native()
-    files = find_model(str(write_gguf(tmp_path / "m.gguf", "llama", quant=quant, hidden=128, heads=6, kv_heads=2, head_dim=64, intermediate=224)))
+    shape = {"hidden": 128, "heads": 6, "kv_heads": 2, "head_dim": 64, "intermediate": 224}
+    files = find_model(str(write_gguf(tmp_path / "m.gguf", "llama", quant=quant, **shape)))
     model, truth = load_model(files, "auto", threads=2), load_model(files, "f32", native=False)
     assert model.dtype_name == ("int4" if quant.startswith("Q4") else "bf16")
     plan = steps(files.spec.vocab)

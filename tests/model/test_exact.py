@@ -4,14 +4,14 @@ import functools
 
 import pytest
 import torch
-from tests.device.library import require_native
-from tests.make_models import write_hf
 
 from gpu_worker.device.kv_cache import KvCache
 from gpu_worker.model.batch import Batch
 from gpu_worker.model.decoder import TorchModel
 from gpu_worker.model.exactness import prove
 from gpu_worker.model.load import load_model
+from tests.device.library import require_native
+from tests.make_models import write_hf
 from wire.model_files import find_model
 
 CHUNKS = (1, 7, 33, 64, 200)

@@ -1,6 +1,5 @@
 """Tensors come out of the files with the numbers that were put in."""
 
-
 import gguf
 import numpy as np
 import pytest
@@ -69,5 +68,3 @@ def test_a_large_tensor_is_converted_in_parts(tmp_path, monkeypatch):
     parts = list(Weights(files).parts("layers.0.q", torch.bfloat16))
     assert [first for first, _ in parts] == list(range(0, 64, 5))
     assert torch.equal(torch.cat([rows for _, rows in parts]), whole)
-
-
