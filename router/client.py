@@ -75,7 +75,7 @@ class Client:
         self._open = True
         self._loop.add_reader(self._socket.getsockopt(zmq.FD), self._receive)
         self._loop.add_reader(self._monitor.getsockopt(zmq.FD), self._watch)
-        self._watch()  # the descriptor signals only after a first reading
+        self._watch()  # a monitor's FD is silent until the first look finds nothing
         return self
 
     async def __aexit__(self, *exc: object) -> None:

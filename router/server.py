@@ -5,6 +5,7 @@ import secrets
 import time
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import zmq
 from zmq.utils.monitor import recv_monitor_message
@@ -43,8 +44,7 @@ class Server:
         self._bad = {"client": Counter[bytes](), "worker": Counter[bytes]()}
         self._questions: list[tuple[bytes, GetStatus]] = []
         self._asked = asyncio.Event()
-        self._done = asyncio.Event()
-        self._turn_due = self._probe_due = self._retry_due = False
+        self._turn_due = self._probe_due = self._retry_due = self._closed = False
         self._watchdog_at = 0.0
 
     def open(self) -> None:
@@ -56,16 +56,23 @@ class Server:
         self._to_clients, self._to_workers = Outlet(self._clients), Outlet(self._workers)
 
     async def run(self) -> None:
-        """Serve on the open sockets until a drain has ended."""
+        """Serve on the open sockets until a drain has ended. Whatever goes wrong in a callback is raised here: a bug ends
+        the process, and whoever started it starts it again."""
         self._loop = asyncio.get_running_loop()
+        self._done = self._loop.create_future()
+        self._loop.set_exception_handler(self._failed)
         readers = [(self._clients, self._turn), (self._workers, self._turn), *((m, self._watch) for m in self._monitors)]
         for socket, callback in readers:
             self._loop.add_reader(socket.getsockopt(zmq.FD), callback)
+        self._watch()  # a monitor's FD is silent until the first look finds nothing
         tasks = [asyncio.create_task(self._answer_questions()), asyncio.create_task(self._tick())]
         notify("READY=1\nSTATUS=serving")
         try:
-            await self._until_done(tasks)
+            await asyncio.wait([self._done, *tasks], return_when=asyncio.FIRST_COMPLETED)
+            for ended in (task for task in (self._done, *tasks) if task.done()):
+                ended.result()
         finally:
+            self._closed = True
             for task in tasks:
                 task.cancel()
             for socket, _ in readers:
@@ -74,6 +81,8 @@ class Server:
 
     def stop(self) -> None:
         """First: drain. Again: end every stream now."""
+        if self._closed:
+            return
         now = time.monotonic()
         if not self.ledger.draining:
             log.info("draining: %d requests have %g s to end", len(self.ledger.requests), self._drain_s)
@@ -83,14 +92,10 @@ class Server:
             self._act(self.ledger.abort(now), now)
         self._turn_soon()
 
-    async def _until_done(self, tasks: list[asyncio.Task[None]]) -> None:
-        done = asyncio.create_task(self._done.wait())
-        try:
-            ended, _ = await asyncio.wait([done, *tasks], return_when=asyncio.FIRST_COMPLETED)
-            for task in ended:
-                task.result()  # a task that failed ends the process: whoever started us starts us again
-        finally:
-            done.cancel()
+    def _failed(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        loop.default_exception_handler(context)
+        if not self._done.done() and isinstance(error := context.get("exception"), Exception):
+            self._done.set_exception(error)
 
     def _close(self) -> None:
         self._hostcache.close()
@@ -111,12 +116,18 @@ class Server:
     def _turn(self) -> None:
         """Take in a bounded batch of each socket, in order; again, until a turn finds nothing."""
         self._turn_due = False
+        if self._closed:
+            return
         now = time.monotonic()
         heard = self._drain_workers(now) + self._drain_clients(now)
         if heard:
             self._turn_soon()
         if self.ledger.draining and not self.ledger.requests and not self._to_clients.full:
-            self._done.set()
+            self._finish()
+
+    def _finish(self) -> None:
+        if not self._done.done():
+            self._done.set_result(None)
 
     def _drain_workers(self, now: float) -> int:
         for count in range(BATCH):
@@ -144,7 +155,7 @@ class Server:
                 message = _CLIENTS.decode(parts)
             except ProtocolError as error:
                 self._bad_message("client", identity, error)
-                self._refuse(identity, error, now)
+                self._refuse(identity, error, parts, now)
                 continue
             if isinstance(message, GetStatus):
                 self._questions.append((identity, message))
@@ -162,12 +173,12 @@ class Server:
         if bad[identity] in (1, MAX_BAD_FRAMES):
             log.warning("bad message number %d of %s %s: %.200s", bad[identity], sender, identity.hex()[:16], error)
 
-    def _refuse(self, client: bytes, error: ProtocolError, now: float) -> None:
+    def _refuse(self, client: bytes, error: ProtocolError, parts: list[bytes], now: float) -> None:
         """Tell who can be told. A living stream of that id is not meant."""
-        if error.request_id and error.request_id not in self.ledger.requests:
+        request_id = error.request_id or _id_in(parts)
+        if request_id and request_id not in self.ledger.requests:
             self.ledger.totals.rejected["bad_request"] += 1
-            rejected = Rejected(error.request_id, "bad_request", str(error)[:500])
-            self._to_client(client, pack(rejected), now)
+            self._to_client(client, pack(Rejected(request_id, "bad_request", str(error)[:500])), now)
 
     def _watch(self) -> None:
         """Somebody's connection broke: find out whose."""
@@ -206,6 +217,8 @@ class Server:
 
     def _retry(self) -> None:
         self._retry_due = False
+        if self._closed:
+            return
         now = time.monotonic()
         actions = [
             *(action for worker in self._to_workers.retry(now) for action in self.ledger.worker_lost(worker, now)),
@@ -221,6 +234,8 @@ class Server:
     # time -------------------------------------------------------------------------------------------------------------
     def _probe(self) -> None:
         self._probe_due = False
+        if self._closed:
+            return
         now = time.monotonic()
         self._act(self.ledger.probe(now), now)
         self._turn_soon()
@@ -247,3 +262,13 @@ class Server:
             for client, question in questions:
                 self._to_client(client, pack(status(question.request_id)), now)
             self._turn_soon()
+
+
+def _id_in(parts: list[bytes]) -> str:
+    """The request id of a message of another protocol version, if it can be read."""
+    if len(parts) != 2:
+        return ""
+    try:
+        return _CLIENTS.unpack(parts[1]).request_id
+    except ProtocolError as error:
+        return error.request_id
