@@ -29,7 +29,7 @@ class Config(Struct, frozen=True, forbid_unknown_fields=True):
     policy: Annotated[Literal["watermark", "off"], Meta(description="who is parked when (off: requests fail)")] = "watermark"
     high: Annotated[int, Meta(ge=1, le=100, description="percent of the pool at which parking starts")] = 94
     low: Annotated[int, Meta(ge=1, le=100, description="percent of the pool below which parked sequences resume")] = 80
-    park_ram: Annotated[str, Meta(description="RAM for parked cells, e.g. 16MiB (auto: 8GiB or a quarter of it)")] = "auto"
+    park_ram: Annotated[str, Meta(description="RAM for parked cells (0: recompute; auto: 8GiB or memory/4)")] = "auto"
     resume_order: Annotated[Literal["most-parked", "head"], Meta(description="who resumes first (head: by park time)")] = (
         "most-parked"
     )
