@@ -21,7 +21,7 @@ from gpu_worker.device.kv_cache import anonymous
 SOURCES = Path(__file__).parent.parent / "native"
 LIBRARY = SOURCES / "rows.so"
 FLAGS = ["-O3", "-march=native", "-std=c++20", "-fPIC", "-shared", "-pthread", "-ffp-contract=off"]
-ABI = 2
+ABI = 4
 F32, BF16, Q8, Q4 = range(4)  # enum Format of matmul.h
 MAX_HEAD_DIM = 256
 
@@ -38,10 +38,7 @@ class ShapeStruct(Structure):
     """struct Shape of rows.cpp."""
 
     _fields_ = [
-        *(
-            (name, c_int)
-            for name in ["layers", "hidden", "heads", "kv_heads", "head_dim", "intermediate", "vocab", "positions", "is_f32"]
-        ),
+        *((name, c_int) for name in ["layers", "hidden", "heads", "kv_heads", "head_dim", "intermediate", "vocab", "is_f32"]),
         ("eps", c_float),
     ]
 
@@ -119,13 +116,13 @@ class Packed:
         assert values.dtype == (torch.float32 if self.form == F32 else torch.bfloat16) and values.shape[1] == self.k
         self._lib.pk_pack_dense(self.form, self.k, values.data_ptr(), first, len(values), self._address)
 
-    def put_quants(self, quants: np.ndarray, scale: np.ndarray, minimum: np.ndarray | None) -> None:
-        """The whole matrix: quants [n, k] of one byte each, float16 scale and (4 bits) minimum [n, k / 32]."""
+    def put_quants(self, quants: np.ndarray, scale: np.ndarray, minimum: np.ndarray | None, first: int) -> None:
+        """Rows from `first` on: quants [rows, k] of one byte each, float16 scale and (4 bits) minimum [rows, k / 32]."""
         quants, scale = np.ascontiguousarray(quants), np.ascontiguousarray(scale)
         minimum = None if minimum is None else np.ascontiguousarray(minimum)
-        assert quants.shape == (self.n, self.k) and scale.shape == (self.n, self.k // 32) and quants.itemsize == 1
-        lowest = None if minimum is None else minimum.ctypes.data
-        self._lib.pk_pack_quants(self.form, self.n, self.k, quants.ctypes.data, scale.ctypes.data, lowest, self._address)
+        assert quants.shape[1] == self.k and scale.shape == (len(quants), self.k // 32) and quants.itemsize == 1
+        low = None if minimum is None else minimum.ctypes.data
+        self._lib.pk_pack_quants(self.form, self.k, quants.ctypes.data, scale.ctypes.data, low, first, len(quants), self._address)
 
 
 def _missing_features(lib: ctypes.CDLL) -> str:
@@ -143,7 +140,8 @@ def _declare(lib: ctypes.CDLL) -> None:
     """Argument and result types of every function."""
     p = c_void_p
     for name, result, arguments in (
-        ("pk_model", p, [POINTER(ShapeStruct), p, p, c_int]),
+        ("pk_model", p, [POINTER(ShapeStruct), c_int]),
+        ("pk_set_rope", None, [p, p, p, c_int]),
         ("pk_free", None, [p]),
         ("pk_set_layer", None, [p, c_int, POINTER(LayerStruct)]),
         ("pk_set_ends", None, [p, POINTER(MatrixStruct), POINTER(MatrixStruct), p]),
@@ -151,7 +149,7 @@ def _declare(lib: ctypes.CDLL) -> None:
         ("pk_logits", None, [p, p, c_int, p]),
         ("pk_packed_bytes", c_size_t, [c_int, c_int, c_int]),
         ("pk_pack_dense", None, [c_int, c_int, p, c_int, c_int, p]),
-        ("pk_pack_quants", None, [c_int, c_int, c_int, p, p, p, p]),
+        ("pk_pack_quants", None, [c_int, c_int, p, p, p, c_int, c_int, p]),
     ):
         function = getattr(lib, name)
         function.restype, function.argtypes = result, arguments

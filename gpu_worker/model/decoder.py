@@ -12,6 +12,7 @@ from gpu_worker.device import reference as ops
 from gpu_worker.device.kv_cache import KvCache
 from gpu_worker.device.reference import AttentionPlan, DenseLinear, Linear
 from gpu_worker.model.batch import Batch
+from gpu_worker.model.rope import RopeTable
 from wire.model_spec import ModelSpec
 
 F = torch.nn.functional
@@ -44,14 +45,14 @@ class TorchModel:
         layers: list[Layer],
         norm: Tensor,
         head: DenseLinear,  # float32
-        rope: tuple[Tensor, Tensor],
+        rope: RopeTable,
         exact: bool,
     ) -> None:
         self.spec = spec
         self.dtype_name = dtype_name
         self.dtype = self.kv_dtype = torch.float32 if dtype_name == "f32" else torch.bfloat16
         self._embed, self._layers, self._norm, self._head = embed, layers, norm, head
-        self._cos, self._sin = rope
+        self._rope = rope
         self.exact = exact
         self.weight_bytes = _nbytes(embed, layers, norm, head)
 
@@ -64,7 +65,8 @@ class TorchModel:
         rows, tables = len(batch.token_ids), batch.block_tables
         ids, positions, seq_of = self._pad(batch.token_ids), self._pad(batch.positions), self._pad(batch.seq_of)
         at = positions.long()
-        cos, sin = self._cos[at], self._sin[at]
+        self._rope.reach(int(at.max()))
+        cos, sin = self._rope.cos[at], self._rope.sin[at]
         blocks = tables[seq_of.long(), at // kv.block_size].long()
         blocks[rows:] = kv.scratch
         offsets = at % kv.block_size

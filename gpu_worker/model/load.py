@@ -13,8 +13,8 @@ from gpu_worker.device import reference
 from gpu_worker.device.reference import DenseLinear, Linear
 from gpu_worker.model.decoder import Layer, TorchModel
 from gpu_worker.model.native_model import NativeModel, fits
-from gpu_worker.model.rope import tables
-from gpu_worker.model.weights import FOUR_BIT, Quantised, Weights
+from gpu_worker.model.rope import RopeTable
+from gpu_worker.model.weights import Quantised, Weights
 from wire.model_files import ModelFiles
 
 Model = NativeModel | TorchModel
@@ -56,7 +56,7 @@ def _dtype_name(weights: Weights, num_layers: int, dtype: str) -> str:
     if dtype != "auto":
         return dtype
     products = [f"layers.{i}.{part}" for i in range(num_layers) for part in ("q", "k", "v", "o", "gate", "up", "down")]
-    return "int4" if any(weights.kind(product) in FOUR_BIT for product in products) else "bf16"
+    return "int4" if any(weights.is_four_bit(product) for product in products) else "bf16"
 
 
 def _torch_model(files: ModelFiles, weights: Weights, name: str, exact: bool) -> TorchModel:
@@ -65,7 +65,7 @@ def _torch_model(files: ModelFiles, weights: Weights, name: str, exact: bool) ->
     embed = weights.dense("embed", torch.float32 if spec.tied else dtype)
     head = DenseLinear(embed if spec.tied else weights.dense("head", torch.float32))
     layers = [_torch_layer(weights, f"layers.{i}.", name, dtype) for i in range(spec.num_layers)]
-    rope = tables(spec.rope, spec.head_dim, spec.max_context)
+    rope = RopeTable(spec.rope, spec.head_dim, spec.max_context)
     return TorchModel(spec, name, embed, layers, weights.dense("norm", torch.float32), head, rope, exact)
 
 
@@ -92,10 +92,9 @@ def _torch_product(weights: Weights, parts: list[str], name: str, dtype: torch.d
     """One fused product: in 4 bits if all its parts are, else dense."""
     biases = [weights.dense(f"{part}_bias", dtype) if weights.has(f"{part}_bias") else None for part in parts]
     bias = torch.cat(biases) if biases[0] is not None else None  # type: ignore[arg-type]  # all or none
-    if name == "int4" and all(weights.kind(part) in FOUR_BIT for part in parts):
-        quantised = [q for part in parts if (q := weights.four_bit(part)) is not None]
-        if len(quantised) == len(parts) and sum(len(q.quants) for q in quantised) % 16 == 0:
-            return (reference.int4_linear(*_joined(quantised), bias),)
+    if name == "int4" and all(weights.is_four_bit(part) for part in parts) and sum(weights.shape(p)[0] for p in parts) % 16 == 0:
+        quantised = [rows for part in parts for _, rows in weights.quants(part)]
+        return (reference.int4_linear(*_joined(quantised), bias),)
     return (DenseLinear(torch.cat([weights.dense(part, dtype) for part in parts]), bias),)
 
 

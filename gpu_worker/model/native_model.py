@@ -11,7 +11,7 @@ from gpu_worker.device import native
 from gpu_worker.device.kv_cache import KvCache
 from gpu_worker.device.native import BF16, F32, Q4, Q8, LayerStruct, Packed, ShapeStruct, StepStruct
 from gpu_worker.model.batch import Batch
-from gpu_worker.model.rope import tables
+from gpu_worker.model.rope import RopeTable
 from gpu_worker.model.weights import Weights
 from wire.model_spec import ModelSpec
 
@@ -34,10 +34,20 @@ class NativeModel:
         self._lib = lib
         self._kept: list[Tensor | Packed] = []  # memory that the library points into
         self._formats: list[tuple[int, ...]] = []  # of each layer's products
-        cos, sin = (self._keep(t) for t in tables(spec.rope, spec.head_dim, spec.max_context))
-        shape = ShapeStruct(spec.num_layers, spec.hidden, spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.intermediate,
-                            spec.vocab, spec.max_context, dtype_name == "f32", spec.rms_eps)  # fmt: skip
-        self._model = lib.pk_model(ctypes.byref(shape), cos.data_ptr(), sin.data_ptr(), threads)
+        self._rope = RopeTable(spec.rope, spec.head_dim, spec.max_context)
+        shape = ShapeStruct(
+            spec.num_layers,
+            spec.hidden,
+            spec.num_heads,
+            spec.num_kv_heads,
+            spec.head_dim,
+            spec.intermediate,
+            spec.vocab,
+            dtype_name == "f32",
+            spec.rms_eps,
+        )
+        self._model = lib.pk_model(ctypes.byref(shape), threads)
+        self._set_rope()
         for index in range(spec.num_layers):
             self._load_layer(weights, index)
         embed = self._matrix(weights, "embed", keep_8bit_head)
@@ -78,7 +88,10 @@ class NativeModel:
         step.pool, step.block_size, step.pool_layers = kv.tensor.data_ptr(), kv.block_size, kv.tensor.shape[1]
         step.hidden = out.data_ptr()
         if not self._lib.pk_forward(self._model, ctypes.byref(step)):
-            raise IndexError("a token id, a position or a block of the step is out of range")
+            self._rope.reach(int(batch.positions.max()))  # a sequence has outgrown the table, or the step is wrong
+            self._set_rope()
+            if not self._lib.pk_forward(self._model, ctypes.byref(step)):
+                raise IndexError("a token id, a position or a block of the step is out of range")
         return out
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -87,6 +100,9 @@ class NativeModel:
         out = torch.empty(len(hidden), self.spec.vocab)
         self._lib.pk_logits(self._model, hidden.data_ptr(), len(hidden), out.data_ptr())
         return out
+
+    def _set_rope(self) -> None:
+        self._lib.pk_set_rope(self._model, self._rope.cos.data_ptr(), self._rope.sin.data_ptr(), len(self._rope.cos))
 
     def _keep(self, thing: Kept) -> Kept:
         self._kept.append(thing)
@@ -108,13 +124,10 @@ class NativeModel:
         """One matrix: 4 bits if the file and the model's type say so, 8 bits if wanted and in the file, dense otherwise."""
         n, k = weights.shape(name)
         bias = weights.dense(f"{name}_bias", torch.float32) if weights.has(f"{name}_bias") else None
-        quantised = weights.four_bit(name) if self.dtype_name == "int4" else None
-        form = Q4
-        if quantised is None and keep_8bit:
-            quantised, form = weights.eight_bit(name), Q8
-        if quantised is not None:
-            packed = Packed(self._lib, form, n, k, bias)
-            packed.put_quants(quantised.quants, quantised.scale, quantised.minimum)
+        if (self.dtype_name == "int4" and weights.is_four_bit(name)) or (keep_8bit and weights.is_eight_bit(name)):
+            packed = Packed(self._lib, Q4 if weights.is_four_bit(name) else Q8, n, k, bias)
+            for first, rows in weights.quants(name):
+                packed.put_quants(rows.quants, rows.scale, rows.minimum, first)
             return self._keep(packed)
         form, dtype = (F32, torch.float32) if self.dtype_name == "f32" else (BF16, torch.bfloat16)
         packed = Packed(self._lib, form, n, k, bias)

@@ -7,6 +7,8 @@ from torch import Tensor
 
 from wire.model_spec import RopeSpec
 
+PART = 4096  # positions
+
 
 def frequencies(rope: RopeSpec, head_dim: int) -> tuple[Tensor, float]:
     """Angle per position (float32 [head_dim / 2]) and the factor on cosine and sine, as transformers computes them."""
@@ -28,11 +30,32 @@ def frequencies(rope: RopeSpec, head_dim: int) -> tuple[Tensor, float]:
     return inverse, scale
 
 
-def tables(rope: RopeSpec, head_dim: int, positions: int) -> tuple[Tensor, Tensor]:
-    """Cosine and sine, float32 [positions, head_dim / 2] each."""
-    inverse, scale = frequencies(rope, head_dim)
-    angles = torch.outer(torch.arange(positions, dtype=torch.float32), inverse)
-    return (angles.cos() * scale).contiguous(), (angles.sin() * scale).contiguous()
+class RopeTable:
+    """Cosine and sine of each position, float32 [positions, head_dim / 2], made as far as sequences have come.
+
+    It grows by parts of fixed positions, so that a position's numbers are the same whenever its part is made.
+    """
+
+    def __init__(self, rope: RopeSpec, head_dim: int, max_context: int) -> None:
+        self._inverse, self._scale = frequencies(rope, head_dim)
+        self._max_context = max_context
+        self.cos = self.sin = torch.empty(0, head_dim // 2)
+        self.reach(0)
+
+    def reach(self, position: int) -> None:
+        """Make the table up to `position`; IndexError if the model has no such position."""
+        if not 0 <= position < self._max_context:
+            raise IndexError(f"position {position} of {self._max_context}")
+        while len(self.cos) <= position:
+            first = len(self.cos)
+            at = torch.arange(first, min(first + PART, self._max_context), dtype=torch.float32)
+            angles = torch.outer(at, self._inverse)
+            self.cos = torch.cat([self.cos, angles.cos() * self._scale])
+            self.sin = torch.cat([self.sin, angles.sin() * self._scale])
+
+    @property
+    def nbytes(self) -> int:
+        return self.cos.nbytes + self.sin.nbytes
 
 
 def _llama3(rope: RopeSpec, inverse: Tensor) -> Tensor:

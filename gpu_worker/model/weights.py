@@ -57,43 +57,33 @@ class Weights:
 
     def parts(self, name: str, dtype: torch.dtype) -> Iterator[tuple[int, Tensor]]:
         """The tensor in `dtype`, some rows at a time: (first row, rows [..., K]). Bounds what a conversion holds at once."""
-        info = self._info(name)
-        raw = self._raw(info).reshape(info.shape[0], -1)
-        order = self._row_order(name)
-        step = max(1, PART_VALUES // info.shape[-1])
-        for first in range(0, len(raw), step):
-            rows = raw[first : first + step] if order is None else raw[order[first : first + step]]
-            yield first, _dense(rows, info, dtype)
+        for first, rows in self._rows(name):
+            yield first, _dense(rows, self._info(name), dtype)
 
-    def four_bit(self, name: str) -> Quantised | None:
-        """The tensor's own 4-bit quants (Q4_0, Q4_1, Q4_K), or None if it has another type."""
-        info = self._info(name)
-        if info.dtype not in FOUR_BIT or info.shape[-1] % GROUP:
-            return None
-        raw = self._raw(info).reshape(info.shape[0], -1)
-        match info.dtype:
-            case "Q4_0":
-                parts = _q4_0(raw)
-            case "Q4_1":
-                parts = _q4_1(raw)
-            case _:
-                parts = _q4_k(raw)
-        return self._ordered(name, parts)
+    def is_four_bit(self, name: str) -> bool:
+        """Whether the tensor has 4-bit quants of its own that `quants` can take apart."""
+        return self.kind(name) in FOUR_BIT and self.shape(name)[-1] % GROUP == 0
 
-    def eight_bit(self, name: str) -> Quantised | None:
-        """The tensor's own 8-bit quants (Q8_0), or None if it has another type."""
-        info = self._info(name)
-        if info.dtype != "Q8_0":
-            return None
-        blocks = self._raw(info).reshape(info.shape[0], -1, 34)
-        quants = blocks[:, :, 2:].reshape(len(blocks), -1).view(np.int8)
-        return self._ordered(name, Quantised(quants, _half(blocks[:, :, :2]), None))
+    def is_eight_bit(self, name: str) -> bool:
+        return self.kind(name) == "Q8_0"
+
+    def quants(self, name: str) -> Iterator[tuple[int, Quantised]]:
+        """The tensor's own small integers, some rows at a time: (first row, rows)."""
+        take_apart = {"Q4_0": _q4_0, "Q4_1": _q4_1, "Q4_K": _q4_k, "Q8_0": _q8_0}[self.kind(name)]
+        for first, rows in self._rows(name):
+            yield first, take_apart(rows)
 
     def _info(self, name: str) -> TensorInfo:
         return self._files.tensors[self._names[name]]
 
-    def _raw(self, info: TensorInfo) -> np.ndarray:
-        return np.memmap(info.file, dtype=np.uint8, mode="c", offset=info.offset, shape=(info.nbytes,))
+    def _rows(self, name: str) -> Iterator[tuple[int, np.ndarray]]:
+        """The file's bytes, some rows at a time in the wanted order: (first row, uint8 [rows, bytes of a row])."""
+        info = self._info(name)
+        raw = np.memmap(info.file, dtype=np.uint8, mode="c", offset=info.offset, shape=(info.nbytes,)).reshape(info.shape[0], -1)
+        order = self._row_order(name)
+        step = max(1, PART_VALUES // info.shape[-1])
+        for first in range(0, len(raw), step):
+            yield first, raw[first : first + step] if order is None else raw[order[first : first + step]]
 
     def _row_order(self, name: str) -> np.ndarray | None:
         """File row of each wanted row, for q and k of the llama architecture in GGUF; None: as they are."""
@@ -103,13 +93,6 @@ class Weights:
             return None
         heads = spec.num_heads if part == "q" else spec.num_kv_heads
         return np.arange(heads * spec.head_dim).reshape(heads, spec.head_dim // 2, 2).swapaxes(1, 2).reshape(-1)
-
-    def _ordered(self, name: str, parts: Quantised) -> Quantised:
-        order = self._row_order(name)
-        if order is None:
-            return parts
-        minimum = None if parts.minimum is None else parts.minimum[order]
-        return Quantised(parts.quants[order], parts.scale[order], minimum)
 
 
 def _dense(rows: np.ndarray, info: TensorInfo, dtype: torch.dtype) -> Tensor:
@@ -142,6 +125,12 @@ def _q4_1(raw: np.ndarray) -> Quantised:
     """20 bytes a block: d, m, 32 nibbles; W = q d + m."""
     blocks = raw.reshape(len(raw), -1, 20)
     return Quantised(_nibbles(blocks[:, :, 4:]), _half(blocks[:, :, :2]), _half(blocks[:, :, 2:4]))
+
+
+def _q8_0(raw: np.ndarray) -> Quantised:
+    """34 bytes a block: d, 32 signed bytes; W = q d."""
+    blocks = raw.reshape(len(raw), -1, 34)
+    return Quantised(blocks[:, :, 2:].reshape(len(raw), -1).view(np.int8), _half(blocks[:, :, :2]), None)
 
 
 def _q4_k(raw: np.ndarray) -> Quantised:

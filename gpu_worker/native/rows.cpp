@@ -12,7 +12,7 @@
 namespace {
 
 struct Shape {
-  int layers, hidden, heads, kv_heads, head_dim, intermediate, vocab, positions, is_f32;
+  int layers, hidden, heads, kv_heads, head_dim, intermediate, vocab, is_f32;
   float eps;
 };
 
@@ -77,17 +77,18 @@ constexpr int PRIVATE_VALUES = 8192;  // below this many, each thread prepares a
 
 class Model {
  public:
-  Model(const Shape& shape, const float* cos, const float* sin, int threads)
-      : s_(shape), cos_(cos), sin_(sin), layers_(shape.layers), team_(threads), local_(team_.size()) {}
+  Model(const Shape& shape, int threads) : s_(shape), layers_(shape.layers), team_(threads), local_(team_.size()) {}
 
   Layer& layer(int i) { return layers_[i]; }
   Matrix embed{}, head{};
   const float* final_norm = nullptr;
+  const float *cos = nullptr, *sin = nullptr;  // [positions][head_dim / 2]
+  int positions = 0;
 
   // False, and nothing done, if a number of the step points outside the embedding, the positions or the block table.
   bool forward(const Step& step) {
     for (int i = 0; i < step.rows; i++) {
-      if ((uint64_t)step.tokens[i] >= (uint64_t)s_.vocab || (uint32_t)step.positions[i] >= (uint32_t)s_.positions) return false;
+      if ((uint64_t)step.tokens[i] >= (uint64_t)s_.vocab || (uint32_t)step.positions[i] >= (uint32_t)positions) return false;
       if (step.positions[i] / step.block_size >= step.table_width) return false;
     }
     reserve(step);
@@ -306,11 +307,11 @@ class Model {
   template <class T>
   void rotate(const float* x, int position, T* out) {
     const int half = s_.head_dim / 2;
-    const float *cos = cos_ + (size_t)position * half, *sin = sin_ + (size_t)position * half;
+    const float *c = cos + (size_t)position * half, *s = sin + (size_t)position * half;
     alignas(64) float turned[256];
     for (int i = 0; i < half; i++) {
-      turned[i] = x[i] * cos[i] - x[half + i] * sin[i];
-      turned[half + i] = x[half + i] * cos[i] + x[i] * sin[i];
+      turned[i] = x[i] * c[i] - x[half + i] * s[i];
+      turned[half + i] = x[half + i] * c[i] + x[i] * s[i];
     }
     copy(turned, s_.head_dim, out);
   }
@@ -431,7 +432,6 @@ class Model {
   }
 
   const Shape s_;
-  const float *cos_, *sin_;
   std::vector<Layer> layers_;
   Team team_;
   std::vector<PerThread> local_;
@@ -447,7 +447,7 @@ class Model {
 
 extern "C" {
 
-int pk_abi() { return 2; }
+int pk_abi() { return 4; }
 
 // Instruction sets that the compiler was allowed to use, as /proc/cpuinfo names them.
 const char* pk_features() {
@@ -473,7 +473,13 @@ const char* pk_features() {
       ;
 }
 
-Model* pk_model(const Shape* shape, const float* cos, const float* sin, int threads) { return new Model(*shape, cos, sin, threads); }
+Model* pk_model(const Shape* shape, int threads) { return new Model(*shape, threads); }
+
+void pk_set_rope(Model* model, const float* cos, const float* sin, int positions) {
+  model->cos = cos;
+  model->sin = sin;
+  model->positions = positions;
+}
 
 void pk_free(Model* model) { delete model; }
 
@@ -507,15 +513,18 @@ void pk_pack_dense(int format, int k, const void* values, int first, int rows, u
   }
 }
 
-// A quantised matrix: quants [n][k] (int8, or uint8 0..15), half scale and, for Q4, minimum [n][k / 32].
-void pk_pack_quants(int format, int n, int k, const uint8_t* quants, const uint16_t* scale, const uint16_t* minimum, uint8_t* out) {
-  Matrix m{format, n, k, out, nullptr};
-  for (int row = 0; row < n; row++)
+// Rows first .. first + rows of a quantised matrix: quants [rows][k] (int8, or uint8 0..15), half scale and, for Q4, minimum
+// [rows][k / 32].
+void pk_pack_quants(int format, int k, const uint8_t* quants, const uint16_t* scale, const uint16_t* minimum, int first, int rows,
+                    uint8_t* out) {
+  Matrix m{format, first + rows, k, out, nullptr};
+  for (int r = 0; r < rows; r++)
     for (int g = 0; g < k / GROUP; g++) {
+      const int row = first + r;
       const int lane = row % LANES;
-      const uint8_t* q = quants + (size_t)row * k + g * GROUP;
+      const uint8_t* q = quants + (size_t)r * k + g * GROUP;
       uint8_t* group = const_cast<uint8_t*>(m.panel(row / LANES)) + g * (format == Q8 ? Q8_BYTES : Q4_BYTES);
-      const size_t at = (size_t)row * (k / GROUP) + g;
+      const size_t at = (size_t)r * (k / GROUP) + g;
       if (format == Q8) {
         for (int i = 0; i < GROUP; i++) group[i * LANES + lane] = q[i];
         ((uint16_t*)(group + GROUP * LANES))[lane] = scale[at];

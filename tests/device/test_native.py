@@ -8,6 +8,7 @@ import torch
 
 from gpu_worker.device import native
 from gpu_worker.device.kv_cache import KvCache
+from gpu_worker.model import rope
 from gpu_worker.model.batch import Batch
 from gpu_worker.model.exactness import prove
 from gpu_worker.model.load import load_model
@@ -108,6 +109,19 @@ def test_cells_of_another_type_are_refused(tmp_path):
     files = find_model(str(write_hf(tmp_path / "m")))
     with pytest.raises(ValueError, match="bfloat16"):
         load_model(files, "f32").forward(Batch.of([([1], 0, [0])]), KvCache(files.spec, 1, 16, torch.bfloat16))
+
+
+@pytest.mark.parametrize("use", [True, False], ids=["native", "torch"])
+def test_a_sequence_outgrows_the_table_of_positions(tmp_path, monkeypatch, use):
+    if use:
+        require_native()
+    files = find_model(str(write_hf(tmp_path / "m", context=64)))
+    whole = load_model(files, "f32", native=use)
+    monkeypatch.setattr(rope, "PART", 16)
+    growing = load_model(files, "f32", native=use)
+    row = (list(range(5, 45)), 0, [0, 1, 2])
+    a, b = (m.forward(Batch.of([row]), KvCache(files.spec, 3, 16, torch.float32)) for m in (whole, growing))
+    assert torch.equal(a, b)
 
 
 def test_numbers_out_of_range_are_refused_before_anything_is_written(tmp_path):

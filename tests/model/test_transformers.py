@@ -4,28 +4,38 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.device.library import require_native
-from tests.make_models import VOCAB, write_hf
 
 from gpu_worker.device.kv_cache import KvCache
 from gpu_worker.model.batch import Batch
 from gpu_worker.model.load import load_model
 from gpu_worker.model.rope import frequencies
+from tests.device.library import require_native
+from tests.make_models import VOCAB, write_hf
 from wire.model_files import find_model
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 
-LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
 FOLDERS = [
     pytest.param("llama", {}, id="llama-tied"),
     pytest.param("llama", {"tied": False, "attention_bias": True, "mlp_bias": True}, id="llama-untied-biases"),
-    pytest.param("llama", {"heads": 8, "kv_heads": 1, "head_dim": 32, "rope": {"rope_type": "linear", "factor": 2.5}}, id="llama-linear"),
+    pytest.param(
+        "llama", {"heads": 8, "kv_heads": 1, "head_dim": 32, "rope": {"rope_type": "linear", "factor": 2.5}}, id="llama-linear"
+    ),
     pytest.param("llama", {"head_dim": 64, "rope": LLAMA3}, id="llama-llama3"),
     pytest.param("qwen2", {"heads": 6, "kv_heads": 2, "head_dim": 16, "hidden": 96}, id="qwen2-biases"),
     pytest.param("qwen2", {"head_dim": 16, "rope": YARN, "tied": False}, id="qwen2-yarn"),
     pytest.param("qwen3", {"heads": 4, "kv_heads": 4, "head_dim": 48}, id="qwen3"),
-    pytest.param("qwen3", {"rope": {**YARN, "beta_fast": 16.0, "attention_factor": 1.25}, "new_spelling": True}, id="qwen3-yarn-new"),
+    pytest.param(
+        "qwen3", {"rope": {**YARN, "beta_fast": 16.0, "attention_factor": 1.25}, "new_spelling": True}, id="qwen3-yarn-new"
+    ),
     pytest.param("qwen3", {"rope": LLAMA3, "new_spelling": True, "shards": 3, "attention_bias": True}, id="qwen3-sharded"),
 ]
 
@@ -86,7 +96,9 @@ def test_smollm2(smollm2_theirs, native):
     question = [1, 4093, 198, 1780, 314, 260, 3575, 282, 4649, 47, 2, 198, 1, 520, 9531, 198]
     start = torch.tensor([prompt + question])
     with torch.inference_mode():
-        text = smollm2_theirs.generate(start, max_new_tokens=512 - start.shape[1], min_new_tokens=512 - start.shape[1], do_sample=False)
+        text = smollm2_theirs.generate(
+            start, max_new_tokens=512 - start.shape[1], min_new_tokens=512 - start.shape[1], do_sample=False
+        )
         expected = smollm2_theirs(text).logits[0]
     found = logits_of(model, text[0].tolist())
     worst = (found - expected).abs().max().item()

@@ -11,6 +11,13 @@ from tests.make_models import random_weights, write_gguf, write_hf
 from wire.model_files import find_model
 
 
+def quants(weights: Weights, name: str) -> Quantised:
+    """The whole tensor: tiny ones come in one part."""
+    ((first, parts),) = weights.quants(name)
+    assert first == 0
+    return parts
+
+
 def restored(parts: Quantised) -> np.ndarray:
     value = parts.quants * np.repeat(parts.scale.astype(np.float32), 32, 1)
     return value if parts.minimum is None else value + np.repeat(parts.minimum.astype(np.float32), 32, 1)
@@ -30,16 +37,15 @@ def test_quants_keep_the_order_of_unpermuted_rows(tmp_path):
     weights = Weights(find_model(str(write_gguf(tmp_path / "m.gguf", "llama", quant="Q4_1"))))
     for part in ("q", "gate"):
         dense = weights.dense(f"layers.0.{part}", torch.float32).numpy()
-        assert np.allclose(restored(weights.four_bit(f"layers.0.{part}")), dense, atol=1e-6)
+        assert np.allclose(restored(quants(weights, f"layers.0.{part}")), dense, atol=1e-6)
 
 
 @pytest.mark.parametrize("quant", ["Q4_0", "Q4_1", "Q8_0"])
 def test_quants_and_scales_give_what_gguf_dequantises(tmp_path, quant):
     weights = Weights(find_model(str(write_gguf(tmp_path / "m.gguf", "qwen2", quant=quant))))
     dense = weights.dense("layers.0.up", torch.float32).numpy()
-    parts = weights.eight_bit("layers.0.up") if quant == "Q8_0" else weights.four_bit("layers.0.up")
-    assert np.allclose(restored(parts), dense, atol=1e-3 * np.abs(dense).max())
-    assert (weights.four_bit("layers.0.up") is None) == (quant == "Q8_0")
+    assert np.allclose(restored(quants(weights, "layers.0.up")), dense, atol=1e-3 * np.abs(dense).max())
+    assert (weights.is_four_bit("layers.0.up"), weights.is_eight_bit("layers.0.up")) == (quant != "Q8_0", quant == "Q8_0")
 
 
 def test_q4_k_gives_what_gguf_dequantises(tmp_path):
@@ -63,8 +69,9 @@ def test_dense_types_of_a_sharded_folder(tmp_path, dtype):
 
 def test_a_large_tensor_is_converted_in_parts(tmp_path, monkeypatch):
     files = find_model(str(write_gguf(tmp_path / "m.gguf", "llama", quant="Q8_0")))
-    whole = Weights(files).dense("layers.0.q", torch.bfloat16)
+    whole, whole_quants = Weights(files).dense("layers.0.q", torch.bfloat16), quants(Weights(files), "layers.0.q").quants
     monkeypatch.setattr(module, "PART_VALUES", 64 * 5)
     parts = list(Weights(files).parts("layers.0.q", torch.bfloat16))
     assert [first for first, _ in parts] == list(range(0, 64, 5))
     assert torch.equal(torch.cat([rows for _, rows in parts]), whole)
+    assert np.array_equal(np.concatenate([p.quants for _, p in Weights(files).quants("layers.0.q")]), whole_quants)
