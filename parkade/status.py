@@ -119,7 +119,7 @@ def _figures(now: Snapshot) -> Table:
 
 def _slots(slots: list[dict[str, Any]]) -> Table:
     table = Table("slot", "state", "request", "tokens", "parks", "recomputes", "parked ms", box=None, header_style="dim")
-    for slot in slots[:MAX_SLOTS_SHOWN]:
+    for slot in sorted(slots, key=lambda slot: (slot["state"] == "idle", slot["id"]))[:MAX_SLOTS_SHOWN]:
         state = slot["state"]
         table.add_row(
             str(slot["id"]), Text(state, style=STATES.get(state, "")), slot["request_id"], str(slot["n_tokens"]),
