@@ -80,8 +80,7 @@ class Copy:
 
     def ended(self, ok: bool) -> Event:
         """The event that the scheduler waits for."""
-        kind = Saved if isinstance(self.action, Save) else Loaded
-        return kind(request_id=self.action.request_id, ok=ok)
+        return (Saved if isinstance(self.action, Save) else Loaded)(request_id=self.action.request_id, ok=ok)
 
 
 class Parking:
@@ -381,8 +380,6 @@ class Parking:
 
     def _drop_copies(self) -> list[Event]:
         ended = [copy.ended(False) for copy in self._copies]
-        for copy in self._copies:
-            copy.pieces.close()
         self._copies.clear()
         return ended
 

@@ -47,7 +47,11 @@ def open_arena(budget_bytes: int) -> tuple[int, int, bool, list[int]]:
     kept = store.kept_arena(os.environ, budget_bytes)
     if kept:
         fd, generation = kept
-        slabs = arena.resident(fd, budget_bytes, min(SLAB_BYTES, budget_bytes))
+        slab_bytes = min(SLAB_BYTES, budget_bytes)
+        slabs = arena.written(fd, budget_bytes, slab_bytes)
+        for start in range(0, budget_bytes, slab_bytes or 1):
+            if start // slab_bytes not in slabs:  # it may have been taken, but no image can be in it
+                arena.give_back(fd, start, min(slab_bytes, budget_bytes - start))
         log.info("arena of generation %d is back with %d slabs in memory", generation, len(slabs))
         return fd, generation, True, slabs
     fd, generation = arena.create(budget_bytes), int.from_bytes(os.urandom(6)) + 1

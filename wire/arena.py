@@ -63,8 +63,8 @@ def give_back(fd: int, offset: int, nbytes: int) -> None:
         raise OSError(error, os.strerror(error))
 
 
-def resident(fd: int, nbytes: int, slab_bytes: int) -> list[int]:
-    """Numbers of the slabs of which any page is in memory, touched by this process or not."""
+def written(fd: int, nbytes: int, slab_bytes: int) -> list[int]:
+    """Numbers of the slabs of which any page has been written to, by whichever process, since its memory was taken."""
     if nbytes == 0:
         return []
     address = _libc.mmap(None, nbytes, mmap.PROT_READ, mmap.MAP_SHARED, fd, 0)
