@@ -65,7 +65,7 @@ class Prompts:
 
 async def measure(url: str, prompts: Prompts) -> dict[str, float]:
     """The three rates of one server, tokens a second."""
-    async with httpx.AsyncClient(base_url=url, timeout=300) as client:
+    async with httpx.AsyncClient(base_url=url, timeout=300, headers={"connection": "close"}) as client:
         sent, first, _, _ = await stream(client, prompts.next(PROMPT_TOKENS), 1)
         _, one_first, one_last, one = await stream(client, prompts.next(64), GENERATED)
         four = await asyncio.gather(*(stream(client, prompts.next(64), GENERATED) for _ in range(4)))
@@ -118,7 +118,7 @@ def main(llama_server: str, rounds: int, threads: int, out: str | None) -> None:
 
 async def stream_once(url: str, prompts: Prompts) -> None:
     """Touch every page of code and memory once."""
-    async with httpx.AsyncClient(base_url=url, timeout=300) as client:
+    async with httpx.AsyncClient(base_url=url, timeout=300, headers={"connection": "close"}) as client:
         await stream(client, prompts.next(300), 20)
 
 
