@@ -31,8 +31,8 @@ TARGETS = {"prompt": 2.0, "one stream": 0.8, "four streams": 1.5}
 async def stream(client: httpx.AsyncClient, prompt: list[int], max_tokens: int) -> tuple[float, float, float, int]:
     """(sent, first token, last token, tokens): times in seconds."""
     body = {
-        "model": "smollm2", "prompt": prompt, "max_tokens": max_tokens, "temperature": 0, "stream": True, "ignore_eos": True,
-        "cache_prompt": False, "stream_options": {"include_usage": True},
+        "model": "smollm2", "prompt": prompt, "max_tokens": max_tokens, "temperature": 0, "stream": True,
+        "ignore_eos": True, "cache_prompt": False, "stream_options": {"include_usage": True},
     }  # fmt: skip
     sent = time.perf_counter()
     first = last = 0.0
@@ -89,8 +89,8 @@ def main(llama_server: str, rounds: int, threads: int, out: str | None) -> None:
     ours, theirs = free_port(), free_port()
     ours_command = parkade_command(ours, folder / "run", ctx=CTX, slots=4)
     theirs_command = [
-        llama_server, "-m", str(model), "-c", str(CTX), "--parallel", "4", "--kv-unified", "-t", str(threads), "-tb", str(threads),
-        "--port", str(theirs), "--no-webui",
+        llama_server, "-m", str(model), "-c", str(CTX), "--parallel", "4", "--kv-unified", "-t", str(threads),
+        "-tb", str(threads), "--port", str(theirs), "--no-webui",
     ]  # fmt: skip
     results: dict[str, dict[str, list[float]]] = {"parkade": {}, "llama-server": {}}
     console, prompts = Console(), Prompts()

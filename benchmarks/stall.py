@@ -100,7 +100,8 @@ def main(tokens: int, step_tokens: int, out: str | None) -> None:
             for name, (gaps, parks) in asyncio.run(measure(address, tokens)).items():
                 data[f"{mode}: {name}"] = gaps
                 cuts = statistics.quantiles(gaps, n=100)
-                table.add_row(mode, name, *(f"{x:.1f}" for x in (cuts[49], cuts[89], cuts[98], max(gaps))), str(parks), f"{chunk:.0f}")
+                figures = [f"{x:.1f}" for x in (cuts[49], cuts[89], cuts[98], max(gaps))]
+                table.add_row(mode, name, *figures, str(parks), f"{chunk:.0f}")
     console.print(table)
     if out:
         Path(out).write_text(json.dumps(data))

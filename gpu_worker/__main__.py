@@ -6,24 +6,22 @@ import signal
 import sys
 import time
 
-os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # spinning threads of ours starve the router on a small machine; read at import of torch
+import psutil
+import torch
+import zmq
 
-import psutil  # noqa: E402
-import torch  # noqa: E402
-import zmq  # noqa: E402
-
-from gpu_worker.device.kv_cache import KvCache, block_bytes  # noqa: E402
-from gpu_worker.model.exactness import prove  # noqa: E402
-from gpu_worker.model.load import Model, load_model  # noqa: E402
-from gpu_worker.parking import Parking  # noqa: E402
-from gpu_worker.policy.scheduler import Limits, Scheduler  # noqa: E402
-from gpu_worker.runner import Runner  # noqa: E402
-from gpu_worker.worker import Worker  # noqa: E402
-from wire import sockets  # noqa: E402
-from wire.config import Config, ConfigError, devices, size_bytes  # noqa: E402
-from wire.messages import Hello  # noqa: E402
-from wire.model_files import ModelFiles, find_model  # noqa: E402
-from wire.service import log, notify, run  # noqa: E402
+from gpu_worker.device.kv_cache import KvCache, block_bytes
+from gpu_worker.model.exactness import prove
+from gpu_worker.model.load import Model, load_model
+from gpu_worker.parking import Parking
+from gpu_worker.policy.scheduler import Limits, Scheduler
+from gpu_worker.runner import Runner
+from gpu_worker.worker import Worker
+from wire import sockets
+from wire.config import Config, ConfigError, devices, size_bytes
+from wire.messages import Hello
+from wire.model_files import ModelFiles, find_model
+from wire.service import log, notify, run
 
 BLOCK_SIZE = 16
 
@@ -90,7 +88,8 @@ def check_memory(config: Config, model: Model, num_blocks: int) -> None:
     need = num_blocks * block_bytes(model.spec, BLOCK_SIZE, model.kv_dtype)
     available = psutil.virtual_memory().available
     if need > available:
-        raise ConfigError(f"--ctx {config.ctx}: the pool needs {need >> 20} MiB, {available >> 20} MiB are available; lower --ctx")
+        text = f"--ctx {config.ctx}: the pool needs {need >> 20} MiB, {available >> 20} MiB are available; lower --ctx"
+        raise ConfigError(text)
 
 
 if __name__ == "__main__":

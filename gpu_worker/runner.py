@@ -40,8 +40,11 @@ class Runner:
 
     def _draw(self, rows: Rows[Row], heads: list["_Head"], logits: torch.Tensor | None) -> list[Sampled]:
         """The tokens of all sampling rows of the step, drawn in one call."""
-        wanted = [SampleRow(row.sampling, row.start + row.count + j, [*row.tokens, *row.draft[:j]] if j else row.tokens, row.prompt_len, row.banned)
-                  for row, head in zip(rows, heads, strict=True) for j in range(head.sample_rows)]  # fmt: skip
+        wanted = []
+        for row, head in zip(rows, heads, strict=True):
+            for j in range(head.sample_rows):
+                seen = [*row.tokens, *row.draft[:j]] if j else row.tokens
+                wanted.append(SampleRow(row.sampling, row.start + row.count + j, seen, row.prompt_len, row.banned))
         if not wanted:
             return []
         if any(head.prompt_rows for head in heads):

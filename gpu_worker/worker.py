@@ -159,7 +159,8 @@ class Worker:
         if silent_s >= HELLO_AGAIN_S and now - self._hello_at >= HELLO_AGAIN_S:
             self._say_hello(now)  # a restarted router does not know us
         if silent_s >= ROUTER_SILENT_S and not self.scheduler.idle:
-            log.warning("nothing heard from the router for %.0f s; ending its %d sequences", silent_s, len(self.scheduler.sequences))
+            count = len(self.scheduler.sequences)
+            log.warning("nothing heard from the router for %.0f s; ending its %d sequences", silent_s, count)
             for request_id in list(self.scheduler.sequences):
                 self._handle(events.CancelRequested(request_id))
             self._heard_at = now

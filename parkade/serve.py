@@ -35,6 +35,7 @@ def programs(config: Config) -> list[Program]:
     environ.pop("PARKADE_CONFIG", None)  # it is resolved already
     environ.pop("NOTIFY_SOCKET", None)  # that is ours
     environ.setdefault("PYTHONUNBUFFERED", "1")
+    environ.setdefault("OMP_WAIT_POLICY", "passive")  # torch's spinning threads starve the router on a small machine
 
     def program(name: str, module: str, wave: int, **more: str) -> Program:
         return Program(name, (sys.executable, "-m", module), environ | more, wave)

@@ -3,9 +3,9 @@
 import asyncio
 
 import pytest
-from tests.system.stack import STREAM_TIMEOUT_S, Stack, prompt, stream, together
 
 from router.client import Client
+from tests.system.stack import STREAM_TIMEOUT_S, Stack, prompt, stream, together
 from wire.messages import Notice, Status, Tokens
 
 CTX = 512
@@ -46,7 +46,8 @@ def state_of(status: Status, request_id: str) -> str:
 
 async def keep_reading(client: Client, request_id: str, count: int, **options) -> list[int]:
     ids = []
-    async for message in client.generate(PROMPT_IDS[:50], max_tokens=count, request_id=request_id, ignore_eos=True, temperature=0, **options):
+    options |= {"request_id": request_id, "max_tokens": count, "ignore_eos": True, "temperature": 0}
+    async for message in client.generate(PROMPT_IDS[:50], **options):
         if isinstance(message, Tokens):
             ids += message.tokens
     return ids

@@ -3,10 +3,11 @@
 import signal
 
 import pytest
+
 from tests.system.stack import Answer, Stack, prompt, stream, together
 
 KINDS = {"greedy": {"temperature": 0}, "seeded": {"temperature": 0.9, "top_p": 0.95, "seed": 7}}
-ctx = 2048
+CTX = 2048
 
 
 def one(stack: Stack, kind: str, tokens: int, **body: object) -> Answer:
@@ -28,17 +29,19 @@ def assert_equal(answer: Answer, solo: Answer) -> None:
 
 
 FAST = pytest.param("auto", 400, id="int4")
-SLOW = [pytest.param("bf16", 400, id="bf16", marks=pytest.mark.long), pytest.param("f32", 400, id="f32", marks=pytest.mark.long)]
+SLOW = [pytest.param(dtype, 400, id=dtype, marks=pytest.mark.long) for dtype in ("bf16", "f32")]
 SHORT = [pytest.param("f32", 120, id="f32-short")]
 
 
 @pytest.mark.parametrize(("dtype", "tokens"), [FAST, *SHORT, *SLOW])
 def test_parked_recomputed_accompanied_and_replayed_runs_equal_the_solo_run(tmp_path, dtype, tokens):
-    with Stack(tmp_path / "solo", ctx=ctx, dtype=dtype) as stack:
+    with Stack(tmp_path / "solo", ctx=CTX, dtype=dtype) as stack:
         solo = {kind: one(stack, kind, tokens) for kind in KINDS}
-        assert all(len(answer.ids) == tokens and answer.parkade["exact"] and not answer.parkade["parks"] for answer in solo.values())
+        assert all(
+            len(answer.ids) == tokens and answer.parkade["exact"] and not answer.parkade["parks"] for answer in solo.values()
+        )
         assert solo["greedy"].ids != solo["seeded"].ids
-    with Stack(tmp_path / "saved", ctx=ctx, dtype=dtype, park_every=50) as stack:
+    with Stack(tmp_path / "saved", ctx=CTX, dtype=dtype, park_every=50) as stack:
         for kind in KINDS:
             answer = one(stack, kind, tokens)
             assert_equal(answer, solo[kind])
@@ -46,7 +49,9 @@ def test_parked_recomputed_accompanied_and_replayed_runs_equal_the_solo_run(tmp_
             assert answer.parkade["recomputed_tokens"] == 0
         assert stack.metric("parkade_preempt_total", kind="forced") == 2 * ((tokens - 1) // 50)
     # everything recomputed, in company, and a worker that is killed in the middle
-    with Stack(tmp_path / "recomputed", ctx=ctx, dtype=dtype, park_every=50, park_ram="0", step_tokens=48, no_reuse=True) as stack:
+    with Stack(
+        tmp_path / "recomputed", ctx=CTX, dtype=dtype, park_every=50, park_ram="0", step_tokens=48, no_reuse=True
+    ) as stack:
         for kind in KINDS:
             answer = one(stack, kind, tokens)
             assert_equal(answer, solo[kind])
@@ -69,11 +74,11 @@ def test_parked_recomputed_accompanied_and_replayed_runs_equal_the_solo_run(tmp_
 
 @pytest.mark.parametrize("step_tokens", [1, 7, 33, 200])
 def test_the_size_of_a_prefill_chunk_changes_nothing(tmp_path, step_tokens, reference):
-    with Stack(tmp_path / "run", ctx=ctx, step_tokens=step_tokens) as stack:
+    with Stack(tmp_path / "run", ctx=CTX, step_tokens=step_tokens) as stack:
         assert_equal(one(stack, "greedy", 60), reference)
 
 
 @pytest.fixture(scope="module")
 def reference(tmp_path_factory) -> Answer:
-    with Stack(tmp_path_factory.mktemp("reference") / "run", ctx=ctx) as stack:
+    with Stack(tmp_path_factory.mktemp("reference") / "run", ctx=CTX) as stack:
         return one(stack, "greedy", 60)

@@ -1,6 +1,7 @@
 """Four chats that fit alone but not together: all of them finish, however much of the parking is denied."""
 
 import pytest
+
 from tests.system.stack import Stack, prompt, stream, together
 
 GENERATED = 400
