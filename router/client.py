@@ -95,8 +95,8 @@ class Client:
             self._retry.cancel()
         self._loop.remove_reader(self._socket.getsockopt(zmq.FD))
         self._loop.remove_reader(self._monitor.getsockopt(zmq.FD))
+        self._socket.disable_monitor()  # first: the I/O thread would wait for ever to tell a closed monitor
         self._monitor.close(linger=0)
-        self._socket.disable_monitor()
         self._socket.close()
 
     # streams ----------------------------------------------------------------------------------------------------------

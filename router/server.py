@@ -99,10 +99,11 @@ class Server:
 
     def _close(self) -> None:
         self._hostcache.close()
-        for monitor in self._monitors:
+        for socket, monitor, name in zip(
+            (self._clients, self._workers), self._monitors, ("client.sock", "worker.sock"), strict=True
+        ):
+            socket.disable_monitor()  # first: the I/O thread would wait for ever to tell a closed monitor
             monitor.close(linger=0)
-        for socket, name in ((self._clients, "client.sock"), (self._workers, "worker.sock")):
-            socket.disable_monitor()
             socket.close()  # lingers for what was sent last
             (self._run_dir / name).unlink(missing_ok=True)
 

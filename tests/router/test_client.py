@@ -1,0 +1,204 @@
+"""The reference client: ways to leave, credits, refusals, a router that vanishes and returns."""
+
+import asyncio
+import contextlib
+import shutil
+import tempfile
+
+import pytest
+
+from router.client import WINDOW_BYTES, RejectedError, generate_message
+from router.server import Server
+from tests.router.stage import Stage, ids_of, stage, until
+from wire.messages import Cancel, Finished, Generate, Notice, Park, Resume, Sampling, Submit, Tokens, Usage
+
+
+def test_options_find_their_place():
+    assert generate_message([1], "r", {"max_tokens": 5, "temperature": 0.0, "top_k": 3, "ignore_eos": True}) == Generate(
+        "r", [1], max_tokens=5, sampling=Sampling(temperature=0.0, top_k=3), ignore_eos=True
+    )
+    assert generate_message([1], None, {}).request_id != generate_message([1], None, {}).request_id
+    with pytest.raises(TypeError):
+        generate_message([1], "r", {"colour": "red"})
+
+
+@pytest.mark.parametrize("way", ["break", "exception", "aclose", "task cancelled", "client closed"])
+def test_leaving_the_loop_cancels(run, way):
+    async def leave(client, started: asyncio.Event) -> None:
+        with contextlib.suppress(ZeroDivisionError):
+            stream = client.generate([1], request_id="r")
+            if way == "aclose":
+                await anext(stream)
+                await stream.aclose()
+            else:
+                async for _ in stream:
+                    started.set()
+                    if way == "break":
+                        break
+                    if way == "exception":
+                        raise ZeroDivisionError
+
+    async def story():
+        async with stage() as s:
+            worker = await s.worker()
+            async with s.client() as client:
+                started = asyncio.Event()
+                task = asyncio.create_task(leave(client, started))
+                await worker.next(Submit)
+                await worker.say(Tokens("r", 0, [0]))
+                if way in ("task cancelled", "client closed"):
+                    await started.wait()
+                if way == "task cancelled":
+                    task.cancel()
+                elif way == "client closed":
+                    client.close()
+                assert await worker.next(Cancel) == Cancel("r")
+                with contextlib.suppress(asyncio.CancelledError):
+                    await task
+            await worker.finish("r", "cancelled", 1)
+            async with s.client() as client:
+                await until(client, lambda status: status.running == 0)
+            assert not s.server.ledger.requests
+
+    run(story())
+
+
+def test_a_refusal_is_an_exception_with_its_numbers(run):
+    async def story():
+        async with stage() as s, s.client() as client:
+            await s.worker()
+            await until(client, lambda status: status.ready)
+            with pytest.raises(RejectedError) as caught:
+                await ids_of(client.generate([1] * 5000))
+            assert caught.value.code == "context_length_exceeded"
+            assert caught.value.numbers == {"prompt_tokens": 5000, "max_context": 4096}
+            with pytest.raises(RejectedError, match=r"Expected `int` <= 9007199254740992"):
+                await ids_of(client.generate([1], max_tokens=2**60))
+
+    run(story())
+
+
+def test_an_id_that_is_alive_here_is_refused_without_confusing_the_living(run):
+    async def story():
+        async with stage() as s, s.client() as client:
+            worker = await s.worker()
+            first = client.submit(Generate("r", [1], max_tokens=1))
+            second = client.submit(Generate("r", [1]))
+            with pytest.raises(RejectedError) as caught:
+                await second.accepted()
+            assert caught.value.code == "duplicate_id"
+            await worker.play(await worker.next(Submit))
+            assert await ids_of(first) == [0]
+
+    run(story())
+
+
+def test_a_long_stream_earns_credit_while_it_is_read(run):
+    count = 4 * WINDOW_BYTES // 50
+
+    async def story():
+        async with stage() as s, s.client() as client:
+            await s.worker(plays=True)
+            assert await ids_of(client.generate([1], max_tokens=count)) == list(range(count))
+
+    run(story())
+
+
+def test_an_unread_stream_holds_no_more_than_the_window(run):
+    async def story():
+        async with stage() as s, s.client() as client:
+            worker = await s.worker()
+            stream = client.submit(Generate("r", [1], max_tokens=6000))
+            await worker.play(await worker.next(Submit))
+            await until(client, lambda status: "parkade_tokens_generated_total 6000.0" in status.metrics)
+            held = sum(nbytes for _, nbytes in stream._messages)
+            assert WINDOW_BYTES // 2 < held < WINDOW_BYTES + 200
+            assert await ids_of(stream) == list(range(6000))
+
+    run(story())
+
+
+def test_notices_and_explicit_parks_travel(run):
+    async def story():
+        async with stage() as s, s.client() as client:
+            worker = await s.worker()
+            stream = client.submit(Generate("r", [1], max_tokens=1))
+            submit = await worker.next(Submit)
+            await client.park("r")
+            assert await worker.next() == Park("r")
+            await worker.say(Notice("r", "parked", "explicit", usage=Usage(3, parks=1)))
+            assert (await anext(stream)).event == "parked"
+            assert stream.usage.parks == 1
+            await until(client, lambda status: status.parked == 1)
+            await client.resume("r")
+            assert await worker.next() == Resume("r")
+            await worker.say(Notice("r", "resumed", "explicit", usage=Usage(3, parks=1)))
+            assert (await anext(stream)).event == "resumed"
+            await worker.play(submit)
+            assert await ids_of(stream) == [0]
+
+    run(story())
+
+
+def test_cancel_by_id_from_another_client(run):
+    async def story():
+        async with stage() as s, s.client() as owner, s.client() as other:
+            worker = await s.worker()
+            stream = owner.submit(Generate("r", [1]))
+            await worker.next(Submit)
+            await other.cancel("r")
+            await worker.next(Cancel)
+            await worker.finish("r", "cancelled", 0)
+            assert [m.reason async for m in stream] == ["cancelled"]
+
+    run(story())
+
+
+def test_a_router_that_vanishes_ends_streams_and_the_next_one_is_found(run):
+    async def story():
+        run_dir = tempfile.mkdtemp(prefix="parkade-")
+        try:
+            first = await _start(run_dir)
+            async with first.client() as client:
+                stream = client.submit(Generate("r", [1]))
+                await stream.accepted()
+                await _kill(first)
+                (last,) = [message async for message in stream]
+                assert isinstance(last, Finished) and (last.reason, last.code) == ("error", "router_lost")
+                waiting = asyncio.create_task(ids_of(client.generate([1], max_tokens=3)))  # while nobody listens
+                second = await _start(run_dir)
+                await second.worker(plays=True)
+                assert await waiting == [0, 1, 2]
+                assert (await client.status()).ready
+                await second.close()
+                await _kill(second)
+        finally:
+            shutil.rmtree(run_dir)
+
+    run(story())
+
+
+async def _start(run_dir: str) -> Stage:
+    server = Server(run_dir, 10, 0.0)
+    server.open()
+    return Stage(server, run_dir, asyncio.create_task(server.run()))
+
+
+async def _kill(stage: Stage) -> None:
+    stage.ended.cancel()
+    await asyncio.wait([stage.ended])
+
+
+def test_nobody_listens_and_everything_has_a_bound(run):
+    async def story():
+        client = Stage(None, "/nonexistent", None).client()
+        async with client:
+            with pytest.raises(TimeoutError):
+                await client.status(timeout_s=0.01)
+            stream = client.submit(Generate("r", [1]))
+            client.close()
+            assert [m.reason async for m in stream] == []
+            with pytest.raises(ConnectionError):
+                client.submit(Generate("s", [1]))
+
+    run(story())
