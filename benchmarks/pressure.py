@@ -34,13 +34,12 @@ async def chats(url: str) -> list[Followed]:
             "prompt": prompt,
             "max_tokens": GENERATED,
             "temperature": 0,
-            "stream": True,
             "ignore_eos": True,
         }
         return await follow(api, "/v1/completions", body, Followed(f"chat {number}"))
 
-    async with Api(url) as api:
-        return await asyncio.gather(*(one(number) for number in range(4)))
+    api = Api(url)
+    return await asyncio.gather(*(one(number) for number in range(4)))
 
 
 def row(name: str, round_number: int, seconds: float, answers: list[Followed]) -> tuple[str, ...]:
