@@ -61,7 +61,7 @@ def row(name: str, round_number: int, seconds: float, answers: list[Followed]) -
 @click.option("--rounds", default=3, show_default=True)
 @click.option("--llama-server", type=click.Path(exists=True, dir_okay=False), help="a binary to compare with")
 def main(rounds: int, llama_server: str | None) -> None:
-    folder, console = Path(tempfile.mkdtemp(prefix="parkade-pressure-")), Console()
+    folder, console = Path(tempfile.mkdtemp(prefix="parkade-pressure-")), Console(width=120)
     table = Table("server", "round", "whole", "tok/s", "parks", "ms parked", "recomputed", "error")
     for park_ram in ("8GiB", "16MiB", "0"):
         port = free_port()
