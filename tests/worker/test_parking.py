@@ -22,6 +22,8 @@ from gpu_worker.policy.events import (
 )
 from tests.hostcache.service import HostCache, Pool, new_parking, wait
 from wire import arena
+from wire.codec import pack
+from wire.messages import Attach, HeldLease
 
 
 @pytest.fixture
@@ -235,6 +237,28 @@ def test_a_stored_arena_comes_back_with_its_images(tmp_path):
         assert load(parking, kept, (9, 10, 11)) and (pool.cells[9:12] == want).all()
         parking.act(ReleaseLease(lease=kept), time.monotonic())
         wait(parking, lambda: cache.budget().held_bytes == 0)
+        parking.close()
+
+
+def test_an_image_whose_memory_went_to_another_is_void(tmp_path):
+    with HostCache(tmp_path / "run", store=True) as cache:
+        parking = new_parking(cache, Pool(10))
+        first, second = reserve(parking, 2, 1), reserve(parking, 2, 2)
+        assert save(parking, first, (0, 1)) and save(parking, second, (2, 3))
+        generation = cache.budget().generation
+        cache.kill()
+        assert parking.poll(time.monotonic()) == []
+        cache.start()
+        thief = cache.connect()  # says that the first image's memory is its own, and comes first
+        held = [HeldLease(lease=1, extents=[(0, 2 * parking.unit_bytes)])]
+        thief.send(pack(Attach(worker="x-1-1", unit_bytes=parking.unit_bytes, generation=generation, held=held)))
+        assert cache.until(lambda figures: figures.leases == 1)
+        assert wait(parking, lambda: parking.connected) == []
+        assert not load(parking, first, (5, 6))
+        assert load(parking, second, (5, 6))
+        parking.act(ReleaseLease(lease=first), time.monotonic())
+        assert cache.budget().leases == 2
+        thief.close()
         parking.close()
 
 
