@@ -90,8 +90,7 @@ class Ledger:
             case messages.Load() if worker is not None:
                 self._load(worker, message, now)
             case messages.Goodbye() if worker is not None:
-                self._lose(worker, now)
-                self._forget(worker)
+                self._end_life(worker, now)
                 self._dispatch(now)
             case _ if worker is not None:
                 request = worker.assigned.get(message.request_id)
@@ -120,8 +119,7 @@ class Ledger:
     def drain(self, now: float, drain_s: float) -> list[Action]:
         """Accept nothing new. What was accepted, queued requests too, has `drain_s` to end by itself."""
         if not self.draining:
-            self.draining = True
-            self._drain_until = now + drain_s
+            self.draining, self._drain_until = True, now + drain_s
         return self._take()
 
     def abort(self, now: float) -> list[Action]:
@@ -318,8 +316,7 @@ class Ledger:
         if worker is None:
             return
         if (former := self.fleet.former_life(worker)) is not None:
-            self._lose(former, now)
-            self._forget(former)
+            self._end_life(former, now)
         if worker.lost:
             self._return(worker, now)
         self._refuse_too_long(now)
@@ -358,7 +355,8 @@ class Ledger:
             worker.stale[request.request_id] = now
             self._replay(request, now)
 
-    def _forget(self, worker: Worker) -> None:
+    def _end_life(self, worker: Worker, now: float) -> None:
+        self._lose(worker, now)
         self.totals.ended(worker.identity)
         self.fleet.forget(worker)
 
@@ -389,7 +387,6 @@ class Ledger:
         else:
             self._queue.add(request)
 
-    # actions ----------------------------------------------------------------------------------------------------------
     def _ping(self, now: float) -> None:
         self._pinged_at = now
         self._out += [ToWorker(identity, messages.Ping(), probe=True) for identity in self.fleet.workers]

@@ -10,7 +10,7 @@ from router.totals import Histogram
 from wire.messages import Budget
 
 PARK_KINDS = ("pressure", "forced", "explicit")
-DENIED_REASONS = ("full", "fragmented", "memory", "not_attached", "too_many", "timeout", "lost")
+DENIED_REASONS = ("full", "fragmented", "memory", "not_attached", "too_many", "timeout", "no_host_cache", "mismatch")
 CELL_STATES = ("active", "reusable", "parking", "resuming", "free")
 FINISH_REASONS = ("stop", "length", "cancelled", "error", "client_lost")
 REJECTED_CODES = ("queue_full", "context_length_exceeded", "bad_request", "duplicate_id", "draining")
