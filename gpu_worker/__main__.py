@@ -45,7 +45,7 @@ def main(config: Config) -> int:
     hello = Hello(
         name=name, pid=os.getpid(), model=files.name, device="cpu", dtype=model.dtype_name, pool_cells=num_blocks * BLOCK_SIZE,
         block_size=BLOCK_SIZE, slots=config.slots, max_context=max_context, exact=exact, exact_note=exact_note,
-        weight_bytes=model.weight_bytes, pool_bytes=kv.bytes,
+        weight_bytes=model.weight_bytes, pool_bytes=kv.bytes, vocab=model.spec.vocab,
     )  # fmt: skip
     identity = f"{name}-{os.getpid()}-{secrets.token_hex(4)}"
     scheduler = Scheduler(limits(config, files, num_blocks, max_context, exact))

@@ -156,6 +156,8 @@ class Worker:
             self._watchdog_at = now
             notify("WATCHDOG=1")
         silent_s = now - self._heard_at
+        if silent_s >= HELLO_AGAIN_S and self.socket.poll(0):
+            return  # a long step: what the router said meanwhile is still to be read
         if silent_s >= HELLO_AGAIN_S and now - self._hello_at >= HELLO_AGAIN_S:
             self._say_hello(now)  # a restarted router does not know us
         if silent_s >= ROUTER_SILENT_S and not self.scheduler.idle:

@@ -26,7 +26,8 @@ RETRY_S = 0.01  # while some peer is full
 PROBE_DELAY_S = 0.02  # after a disconnect: by then the socket knows it too
 WATCHDOG_S = 2.0
 BATCH = 256  # messages taken in from one socket before the other has its turn
-MAX_BAD_FRAMES = 100  # of one peer; from then on nothing it says is read
+MAX_BAD_FRAMES = 100  # of one client, that answer to no request; from then on nothing it says is read
+MAX_QUESTIONS = 1000  # unanswered GetStatus; more are dropped, and asked again
 MAX_BAD_PEERS = 1000
 _CLIENTS: Decoder[ClientToRouter] = Decoder(ClientToRouter)
 _WORKERS: Decoder[WorkerToRouter] = Decoder(WorkerToRouter)
@@ -159,7 +160,8 @@ class Server:
                 self._refuse(identity, error, parts, now)
                 continue
             if isinstance(message, GetStatus):
-                self._questions.append((identity, message))
+                if len(self._questions) < MAX_QUESTIONS:
+                    self._questions.append((identity, message))
                 self._asked.set()
             else:
                 self._act(self.ledger.from_client(identity, message, now), now)
@@ -167,6 +169,8 @@ class Server:
 
     def _bad_message(self, sender: str, identity: bytes, error: ProtocolError) -> None:
         self.ledger.totals.bad_messages[sender] += 1
+        if error.request_id:
+            return  # its sender is told; the HTTP adapter is one client for many people
         bad = self._bad[sender]
         if identity not in bad and len(bad) >= MAX_BAD_PEERS:
             del bad[next(iter(bad))]

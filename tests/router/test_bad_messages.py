@@ -102,6 +102,20 @@ def test_a_peer_that_only_says_garbage_is_read_no_more(run):
     run(story())
 
 
+def test_a_client_whose_bad_requests_are_answered_is_still_heard(run):
+    """The HTTP adapter is one client for many people: one of them cannot make the router deaf to the others."""
+
+    async def story():
+        async with stage() as s, s.client() as client:
+            worker = await s.worker()
+            worker.plays = True
+            for _ in range(MAX_BAD_FRAMES + 10):
+                client._socket.send_multipart([PROTOCOL, generate_as(max_tokens=-1)])
+            assert await ids_of(client.generate([1], max_tokens=3)) == [0, 1, 2]
+
+    run(story())
+
+
 def test_bad_words_about_a_living_stream_do_not_end_it(run):
     async def story():
         async with stage() as s, s.client() as client:
