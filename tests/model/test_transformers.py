@@ -1,4 +1,4 @@
-"""Logits and greedy text against transformers on the same weights. Runs where transformers is installed (it is no dependency)."""
+"""Logits and greedy text against transformers on the same weights. transformers comes with the extra `test` only."""
 
 from pathlib import Path
 
