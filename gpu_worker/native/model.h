@@ -45,7 +45,7 @@ struct PerThread {
 };
 
 constexpr int SHARED_QUERIES = 48;    // query vectors of one sequence that share a pass over the cells
-constexpr int PRIVATE_VALUES = 8192;  // below this many, each thread prepares all rows for itself and saves a barrier
+constexpr int PRIVATE_VALUES = 8192;  // below this many, each thread prepares all rows for itself and saves a phase
 
 class Model {
  public:
@@ -294,6 +294,7 @@ class Model {
   template <class Make>
   Rows prepare(int thread, int rows, int k, const Make& make) {
     const bool own = rows * k <= PRIVATE_VALUES;
+    if (own && team_.late(thread)) return Rows();
     Prepared& to = own ? local_[thread].prepared : shared_;
     if (own) to.resize(rows, k, s_.is_f32);
     auto one = [&](int row) {

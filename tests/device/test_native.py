@@ -111,6 +111,16 @@ def test_cells_of_another_type_are_refused(tmp_path):
         load_model(files, "f32").forward(Batch.of([([1], 0, [0])]), KvCache(files.spec, 1, 16, torch.bfloat16))
 
 
+def test_more_threads_than_processors_change_no_bit(tmp_path):
+    require_native()
+    files = find_model(str(write_gguf(tmp_path / "m.gguf", "llama", quant="Q4_1", heads=6, kv_heads=2, head_dim=32)))
+    found = []
+    for threads in (1, 2, 5):
+        model, kv = load_model(files, "auto", threads=threads), KvCache(files.spec, 41, 16, torch.bfloat16)
+        found += [(run(model, kv, steps(files.spec.vocab)), kv.tensor.clone()) for _ in range(3)]
+    assert all(torch.equal(logits, found[0][0]) and torch.equal(cells, found[0][1]) for logits, cells in found)
+
+
 @pytest.mark.parametrize("use", [True, False], ids=["native", "torch"])
 def test_a_sequence_outgrows_the_table_of_positions(tmp_path, monkeypatch, use):
     if use:
