@@ -22,7 +22,7 @@ from benchmarks.server import free_port, parkade_command, server
 from router.client import Client
 from wire.messages import Notice, Tokens
 
-LONG_PROMPT = [1000 + i * 7919 % 40000 for i in range(3000)]
+LONG_PROMPT = [1000 + i * 7919 % 40000 for i in range(3072)]
 SHORT_PROMPT = list(range(2000, 2064))
 
 
@@ -72,16 +72,18 @@ async def measure(address: str, tokens: int) -> dict[str, tuple[list[float], int
 
 
 async def chunk_ms(address: str, step_tokens: int) -> float:
-    """One full prefill chunk's step, as the time to the first token of a prompt of that size."""
+    """The step of the long prompt's last full chunk: the time to its first token less that of the prompt without the chunk."""
+
+    async def first_token_ms(prompt: list[int]) -> float:
+        sent = time.perf_counter()
+        async for message in client.generate(prompt, max_tokens=1, temperature=0):
+            if isinstance(message, Tokens):
+                return (time.perf_counter() - sent) * 1000
+        raise click.ClickException("a stream ended without a token")
+
     async with Client(address) as client:
-        times = []
-        for number in range(5):
-            sent = time.perf_counter()
-            prompt = [100 + (number * 977 + i * 31) % 40000 for i in range(step_tokens)]
-            async for message in client.generate(prompt, max_tokens=1, temperature=0):
-                if isinstance(message, Tokens):
-                    times.append((time.perf_counter() - sent) * 1000)
-        return statistics.median(times)
+        pairs = [(await first_token_ms(LONG_PROMPT), await first_token_ms(LONG_PROMPT[:-step_tokens])) for _ in range(3)]
+        return statistics.median(longer - shorter for longer, shorter in pairs)
 
 
 @click.command()
@@ -89,7 +91,7 @@ async def chunk_ms(address: str, step_tokens: int) -> float:
 @click.option("--step-tokens", default=256, show_default=True)
 @click.option("--out", type=click.Path(), help="write the data here as JSON")
 def main(tokens: int, step_tokens: int, out: str | None) -> None:
-    console, folder, data = Console(), Path(tempfile.mkdtemp(prefix="parkade-stall-")), {}
+    console, folder, data = Console(width=120), Path(tempfile.mkdtemp(prefix="parkade-stall-")), {}
     table = Table("parks are", "gaps between tokens, ms", "p50", "p90", "p99", "worst", "parks", "one chunk's step")
     for mode, park_ram in (("saved", "8GiB"), ("recomputed", "0")):
         port, run_dir = free_port(), folder / mode

@@ -101,7 +101,7 @@ def from_finished(finished: Finished) -> ApiError:
     code = finished.code or finished.reason
     message = finished.error or f"The request ended: {code}."
     match code:
-        case "context_overflow":
+        case "context_length_exceeded" | "bad_request":
             return invalid(message, None, code)
         case "cancelled":
             return ApiError(CLIENT_CLOSED_REQUEST, finished.error or "The request was cancelled.", code=code)

@@ -91,7 +91,7 @@ async def test_the_error_of_one_ends_all_of_n(adapter: Adapter) -> None:
         ("worker_lost", 503, True),
         ("router_lost", 503, True),
         ("drain_timeout", 503, True),
-        ("context_overflow", 400, False),
+        ("context_length_exceeded", 400, False),
         ("", 500, False),
     ],
 )
