@@ -184,7 +184,8 @@ class Finished(Message):
     reason: Literal["stop", "length", "cancelled", "error"]
     usage: Usage
     error: str = ""
-    code: str = ""  # a short name of the error: context_length_exceeded, kv_cache_full, compute_error, worker_lost, drain_timeout, slow_client
+    # a short name of the error: context_length_exceeded, kv_cache_full, compute_error, worker_lost, drain_timeout, slow_client
+    code: str = ""
 
 
 class WorkerStatus(Part):
