@@ -37,7 +37,6 @@ class Worker:
         self._heard_at = time.monotonic()
         self._hello_at = 0.0
         self._watchdog_at = 0.0
-        self._unknown_frames = 0
 
     def run(self) -> None:
         """Until SIGTERM, or until drained. Says Goodbye at the end, so that the router need not find out."""
@@ -84,7 +83,6 @@ class Worker:
         try:
             message = _DECODER.decode(parts)
         except ProtocolError as error:
-            self._unknown_frames += 1
             log.warning("dropped a message of the router: %s", error)
             return
         self._heard_at = time.monotonic()
