@@ -32,6 +32,41 @@ class RopeSpec(Struct, frozen=True):
     factors: tuple[float, ...] = ()
 
 
+class DeltaSpec(Struct, frozen=True):
+    """The layers that keep a recurrent state instead of cells (gated delta net): which they are, and the shape of their state.
+
+    Value head j is served by key head `j // (value_heads / key_heads)`. The convolution runs over the channels of q, k and v,
+    in this order.
+    """
+
+    layers: tuple[int, ...]  # ascending; every other layer of the model has attention
+    key_heads: int
+    value_heads: int
+    key_dim: int  # of one head
+    value_dim: int
+    kernel: int  # taps of the causal convolution
+
+    @property
+    def key_width(self) -> int:
+        return self.key_heads * self.key_dim
+
+    @property
+    def value_width(self) -> int:
+        return self.value_heads * self.value_dim
+
+    @property
+    def conv_width(self) -> int:
+        """Channels of the convolution: q, k, v."""
+        return 2 * self.key_width + self.value_width
+
+
+class MtpSpec(Struct, frozen=True):
+    """The head that drafts: one attention layer with the trunk's head counts, fed with (hidden row p, token p + 1)."""
+
+    intermediate: int
+    draft_vocab: int = 0  # rows of `mtp.draft_token_ids`, the only tokens it drafts; 0: all
+
+
 class ModelSpec(Struct, frozen=True):
     """The shape of a decoder-only transformer with RMSNorm, rotary grouped-query attention and a SiLU-gated MLP.
 
@@ -56,6 +91,22 @@ class ModelSpec(Struct, frozen=True):
     qk_norm: bool
     mlp_bias: bool
     max_context: int
+    rotary_dim: int = 0  # dimensions of a head that are rotated, from the first on; 0: all
+    attn_gate: bool = False  # rows of q are [query | gate] for each head; the output of attention is multiplied by sigmoid(gate)
+    norm_offset: float = 0.0  # what a file leaves out of every norm's weight except that of a delta layer's output
+    delta: DeltaSpec | None = None
+    mtp: MtpSpec | None = None  # None: no head, or not wanted
+
+    @property
+    def attention_layers(self) -> tuple[int, ...]:
+        """The layers that have cells, ascending."""
+        recurrent = self.delta.layers if self.delta else ()
+        return tuple(i for i in range(self.num_layers) if i not in recurrent)
+
+    @property
+    def kv_layers(self) -> int:
+        """Layers of a cell: those with attention, in their order, then the head's own."""
+        return len(self.attention_layers) + (self.mtp is not None)
 
 
 class TensorInfo(Struct, frozen=True):

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gpu_worker.device.kv_cache import anonymous
+from gpu_worker.device.memory import anonymous
 
 SOURCES = Path(__file__).parent.parent / "native"
 LIBRARY = SOURCES / "rows.so"

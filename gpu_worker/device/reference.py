@@ -180,12 +180,12 @@ def _task(rows: Tensor, tile: int, positions: Tensor, tables: Tensor, cells: int
 
 def _gather(kv: KvCache, layer: int, task: _Task) -> tuple[Tensor, Tensor]:
     """Keys and values [sequences, kv_heads, cells, head_dim]; zero behind a sequence's end, where old bytes may be NaN."""
-    _, layers, _, kv_heads, block_size, dim = kv.tensor.shape
+    _, _, _, kv_heads, block_size, dim = kv.tensor.shape
     sequences, blocks = task.tables.shape
     part = torch.arange(2)[None, :, None, None]
     head = torch.arange(kv_heads)[None, None, :, None]
-    index = ((task.tables[:, None, None, :] * layers + layer) * 2 + part) * kv_heads + head
-    rows = kv.tensor.view(-1, block_size * dim).index_select(0, index.reshape(-1))
+    index = kv.row(task.tables[:, None, None, :], layer, part, head)
+    rows = kv.rows.index_select(0, index.reshape(-1))
     both = rows.view(sequences, 2, kv_heads, blocks * block_size, dim)
     for sequence, end in enumerate(task.ends):
         both[sequence, :, :, end:] = 0

@@ -10,8 +10,9 @@ from torch import Tensor
 class Batch:
     """T rows of S sequences. A row reads the cells of its sequence at positions 0 to its own and writes its own cell.
 
-    The rows of one sequence have ascending positions without gaps. Block tables name blocks of the pool; entries beyond
-    a sequence's last cell are never read, but must be valid block numbers.
+    The rows of one sequence are contiguous, with ascending positions without gaps. Block tables name blocks of the pool;
+    entries beyond a sequence's last cell are never read, but must be valid block numbers. Rows at positions below a sequence's
+    `known` are tokens of the sequence, those behind are drafts: they may be rejected, and the state must survive that.
     """
 
     token_ids: Tensor  # int64 [T]
@@ -19,12 +20,15 @@ class Batch:
     seq_of: Tensor  # int32 [T], index into block_tables
     block_tables: Tensor  # int32 [S, max_blocks], contiguous
     out_rows: Tensor  # int64 [n_out]: which of the T rows go on to the head, in the order of the logits
+    known: Tensor  # int32 [S]
+    state_slots: Tensor  # int32 [S], of the state cache; not read where the model has no recurrent state
 
     @staticmethod
     def of(rows: list[tuple[list[int], int, list[int]]], last_only: bool = True) -> "Batch":
         """A batch from (token ids to feed, position of the first, blocks) for each sequence.
 
-        The last row of each sequence goes to the head, or every row if not `last_only`.
+        The last row of each sequence goes to the head, or every row if not `last_only`. No row is a draft, and sequence i has
+        state slot i.
         """
         width = max(len(blocks) for _, _, blocks in rows)
         ids: list[int] = []
@@ -43,4 +47,6 @@ class Batch:
             seq_of=torch.tensor(seq_of, dtype=torch.int32),
             block_tables=tables,
             out_rows=torch.tensor(out, dtype=torch.int64),
+            known=torch.tensor([start + len(tokens) for tokens, start, _ in rows], dtype=torch.int32),
+            state_slots=torch.arange(len(rows), dtype=torch.int32),
         )

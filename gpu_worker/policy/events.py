@@ -35,13 +35,13 @@ class ResumeRequested(Value):
 
 
 class RowResult(Struct, frozen=True, gc=False):
-    """What the step made of one row. `tokens` is empty for a chunk that does not reach the newest token."""
+    """What the step made of one row. `tokens` is empty for a chunk that does not reach the newest token; otherwise the drawn one,
+    and before it the drafts that the target agreed with."""
 
     request_id: str
     tokens: list[int] = []
     logprobs: list[Logprob] = []  # one for each of tokens, when asked for
     prompt_logprobs: list[Logprob] = []  # of the prompt tokens start+1 .. start+count, when asked for
-    draft: list[int] = []
     error: str = ""  # the row could not be computed (logits not finite): the sequence ends with this line
 
 
@@ -96,7 +96,8 @@ Event = (
 
 # actions --------------------------------------------------------------------------------------------------------------
 class Reserve(Value):
-    """Ask for a lease on `num_blocks` blocks; answered by exactly one LeaseGranted or LeaseDenied, or by HostCacheLost."""
+    """Ask for a lease on `num_blocks` blocks, and the state if the model has one; answered by exactly one LeaseGranted or
+    LeaseDenied, or by HostCacheLost."""
 
     ask: int
     request_id: str
@@ -104,21 +105,23 @@ class Reserve(Value):
 
 
 class Save(Value):
-    """Copy `blocks` to the lease, in order, then commit. `position` is the number of cells in the image."""
+    """Copy `blocks` and then the state to the lease, in order, then commit. `position` is the number of cells in the image."""
 
     request_id: str
     lease: int
     blocks: tuple[int, ...]
     position: int
+    state_slot: int = -1  # -1: the model has no recurrent state
 
 
 class Load(Value):
-    """Copy the image's blocks from number `first` on into `blocks`, verifying each; answered by Loaded."""
+    """Copy the image's blocks from number `first` on into `blocks`, and its state, verifying each; answered by Loaded."""
 
     request_id: str
     lease: int
     blocks: tuple[int, ...]
     first: int
+    state_slot: int = -1
 
 
 class ReleaseLease(Value):
@@ -156,11 +159,12 @@ Action = Reserve | Save | Load | ReleaseLease | Emit | Notify | Finish
 
 # rows -----------------------------------------------------------------------------------------------------------------
 class Row(Struct, frozen=True, gc=False):
-    """One sequence's share of one step: feed tokens[start : start + count], then `draft`.
+    """One sequence's share of one step: feed tokens[start : start + count], then `draft` tokens that the head guesses.
 
     `tokens` is the sequence's own list, to be read only until the step ends. The cells of positions below `start` lie in
     `blocks`, which also has room for what is fed. If `samples`, the row after the last fed token yields the next token at
-    position start + count, and each agreeing draft one more.
+    position start + count, and each agreeing draft one more. Drafts are made and judged within the step: nothing of them is
+    left when it ends.
     """
 
     request_id: str
@@ -171,7 +175,8 @@ class Row(Struct, frozen=True, gc=False):
     samples: bool
     sampling: Sampling  # with its seed
     prompt_len: int
-    draft: tuple[int, ...] = ()
+    draft: int = 0  # only where count is 1 and it samples
+    state_slot: int = -1  # of its recurrent state; -1: the model has none
     banned: tuple[int, ...] = ()  # end tokens that may not be drawn yet (min_tokens)
     prompt_logprobs: int | None = None  # wanted for the prompt tokens predicted by this row; None: none
 

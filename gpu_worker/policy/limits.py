@@ -9,7 +9,9 @@ class Limits(Struct, frozen=True, kw_only=True):
     """`num_blocks` blocks of `block_size` cells; `max_context` is the most cells one sequence may use; `high` and `low` percent.
 
     `slots` sequences may run at once. `step_tokens` is what one step may feed. `park_every` 0: never. `draft_max` is the most
-    drafts one row may carry. `save` False never asks for a lease: every park is recomputed. ValueError if nothing could ever run.
+    tokens the head may guess for one row in a step, `draft_rows` the most rows, guesses included, that the decodes of a step with
+    guesses may feed. `state_slots` sequences have room for a recurrent state on the device; None: the model has no such state.
+    `save` False never asks for a lease: every park is recomputed. ValueError if nothing could ever run.
     """
 
     num_blocks: int
@@ -24,6 +26,8 @@ class Limits(Struct, frozen=True, kw_only=True):
     park_every: int = 0
     reuse: bool = True
     draft_max: int = 0
+    draft_rows: int = 64
+    state_slots: int | None = None
     eos_token_ids: tuple[int, ...] = ()
     exact: bool = False
     save: bool = True
