@@ -74,6 +74,8 @@ class Slot(Part):
     n_preempt: int = 0
     n_recompute: int = 0
     parked_ms: int = 0
+    drafted: int = 0
+    accepted: int = 0  # of the drafted
 
 
 class PoolCells(Part):
@@ -95,6 +97,8 @@ class Counters(Part):
     denied: dict[str, int] = {}  # by reason
     steps: int = 0
     prefill_tokens: int = 0  # rows fed that produced no new token, recomputed ones included
+    drafted: list[int] = []  # by position: the first guess behind a sequence's newest token, the second, ...
+    accepted: list[int] = []  # of those, by position
 
 
 # client -> router -----------------------------------------------------------------------------------------------------
@@ -202,6 +206,13 @@ class WorkerStatus(Part):
     exact_note: str = ""
     cells: PoolCells = PoolCells()
     step: int = 0
+    weight_bytes: int = 0
+    pool_bytes: int = 0
+    state_bytes: int = 0
+    state_slots: int = 0
+    draft: int = 0
+    draft_note: str = ""
+    reuse: bool = True
 
 
 class Status(Message):
@@ -258,6 +269,11 @@ class Hello(Message):
     exact_note: str = ""
     weight_bytes: int = 0
     pool_bytes: int = 0
+    state_bytes: int = 0  # of one sequence's recurrent state; 0: the model has none
+    state_slots: int = 0
+    draft: int = 0  # most tokens drafted in one row of a step; 0: none
+    draft_note: str = ""  # why none
+    reuse: bool = True  # whether a prompt's cells may be those of an earlier one
     vocab: int = 0  # token ids at or above it are refused; 0: not told
 
 
