@@ -158,8 +158,13 @@ def save(model: Bard, folder: Path) -> None:
     save_file({name: value.to(torch.bfloat16).contiguous() for name, value in weights.items()}, folder / "model.safetensors")
 
 
-def train(folder: Path, out: Path, steps: int, rows: int, length: int, peak: float, progress: Progress) -> None:
-    """Up to step `steps`, going on from the checkpoint in `folder` if there is one; then writes the model to `out`."""
+def train(
+    folder: Path, out: Path, steps: int, rows: int, length: int, peak: float, progress: Progress, schedule: int | None = None
+) -> None:
+    """Up to step `steps`, going on from the checkpoint in `folder` if there is one; then writes the model to `out`.
+
+    The learning rate falls over `schedule` steps (None: as many as `steps`).
+    """
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer = train_tokenizer(folder)
     tokens, held_out = tokens_of(tokenizer, held_out=False), tokens_of(tokenizer, held_out=True)
@@ -172,7 +177,7 @@ def train(folder: Path, out: Path, steps: int, rows: int, length: int, peak: flo
     first = checkpoint.load(folder, model, optimiser)
     for step, ids in zip(range(first, steps), batches(tokens, rows, length, 1, first)):
         for group in optimiser.param_groups:
-            group["lr"] = rate(step, steps, peak)
+            group["lr"] = rate(step, schedule or steps, peak)
         with torch.autocast("cpu", dtype=torch.bfloat16):
             loss, head_loss = model.losses(ids)
         (loss + HEAD_WEIGHT * head_loss).backward()
