@@ -122,7 +122,8 @@ def rate(step: int, steps: int, peak: float) -> float:
 
 @torch.no_grad()
 def acceptance(model: Bard, tokens: np.ndarray, depths: int, rows: int = 16, length: int = 512) -> tuple[float, list[float]]:
-    """(next-token loss, share of greedy drafts of each depth that the trunk agrees with when all before were) on held-out text."""
+    """On held-out text: next-token loss, and the share of greedy drafts of each depth that the trunk agrees with when it has
+    agreed with all before."""
     model.eval()
     embed = model.trunk.model.embed_tokens.weight
     starts = np.linspace(0, len(tokens) - length, rows).astype(int)

@@ -69,10 +69,7 @@ class Attention(nn.Module):
         group = s.heads // s.kv_heads
         k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
         own.append((k, v))
-        if len(own) == 1:
-            out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        else:
-            out = _chained(q, own)
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True) if len(own) == 1 else _chained(q, own)
         out = out.transpose(1, 2)
         if gate is not None:
             out = out * gate.sigmoid()
@@ -140,7 +137,7 @@ class MtpHead(nn.Module):
                 nn.init.normal_(parameter, std=0.02)
 
     def forward(self, hidden: Tensor, embedded: Tensor, first: int, own: list[tuple[Tensor, Tensor]]) -> Tensor:
-        """hidden and embedded [B, T, hidden] -> rows that the trunk's head turns into logits, and that the next depth takes in."""
+        """hidden and embedded [B, T, hidden] -> rows [B, T, hidden] for the trunk's head, and for the next depth."""
         pair = torch.cat([self.pre_fc_norm_embedding(embedded), self.pre_fc_norm_hidden(hidden)], -1)
         return self.norm(self.layers[0](self.fc(pair), first, own))
 

@@ -2,7 +2,6 @@
 
 import json
 import random
-import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -20,6 +19,7 @@ from tools.training import checkpoint, corpus
 from tools.training.bard import rate
 from tools.training.head import HeadShape, MtpHead, chained_rows, divergence
 from tools.training.progress import Progress
+from tools.training.questions import QUESTIONS, TOPICS
 from wire.model_files import find_model
 
 BASE = "smollm2"
@@ -32,29 +32,6 @@ JUDGED_EVERY = 3  # of the rows of a step the loss looks at each third: its logi
 DRAFT_VOCAB = 8192  # the tokens that the head may draft: the most frequent ones of what was collected
 HELD_OUT_EVERY = 20
 HEAD_SHAPE = HeadShape(576, 9, 3, 64, 1536, 64, 1e5, 1e-5, qk_norm=False, gated=False, zero_centred=False)
-TOPICS = """the sea, winter, a lighthouse, gravity, bread, the history of Rome, a dragon, photosynthesis, chess, an old clock, music,
-a lost dog, the moon, volcanoes, friendship, a train journey, electricity, gardening, the human heart, mathematics, tea, honesty,
-a haunted house, fractions, planets, a clever fox, how to sleep better, job interviews, sorting a list in Python, recursion, poetry,
-the water cycle, dinosaurs, a small village, prime numbers, time travel, healthy food, learning a language, the desert, bees,
-a king and his daughter, computers, rain, evolution, a letter to a friend, the weekend, exercise, space, the French Revolution,
-kindness, fire, a robot, rivers, birds, the internet, a birthday, money, ships, democracy, colours, a mountain, memory, wolves""".split(
-    ","
-)
-QUESTIONS = (
-    "What is {}?",
-    "Explain {} to a child.",
-    "Write a short story about {}.",
-    "Tell me about {}.",
-    "Give me five facts about {}.",
-    "Write a poem about {}.",
-    "Why does {} matter?",
-    "Write a dialogue between two people about {}.",
-    "List the advantages and disadvantages of {}.",
-    "How would you describe {} in one paragraph?",
-    "Write an essay about {}.",
-    "What should a beginner know about {}?",
-    "Summarise what is known about {} step by step.",
-)
 
 
 # collecting ---------------------------------------------------------------------------------------------------------
@@ -126,7 +103,7 @@ def _talk(
 
 
 def _question(chooser: random.Random) -> str:
-    return chooser.choice(QUESTIONS).format(re.sub(r"\s+", " ", chooser.choice(TOPICS)).strip())
+    return chooser.choice(QUESTIONS).format(chooser.choice(TOPICS))
 
 
 def _half(hidden: Tensor) -> np.ndarray:
@@ -192,7 +169,10 @@ def _draft_ids(work: Path, data: Collected) -> Tensor:
 
 @torch.no_grad()
 def acceptance(head: MtpHead, data: Collected, embed: Tensor, draft_ids: Tensor, depths: int = DEPTHS) -> list[float]:
-    """Share of greedy drafts of each depth that the trunk agrees with, where the text is its own greedy one and all before agreed."""
+    """Share of greedy drafts of each depth that the trunk agrees with.
+
+    Counted where the text is the trunk's own greedy one and all drafts before agreed.
+    """
     agreed, asked = [0] * depths, [0] * depths
     for index in data.held_out[:48].split(8):
         ids, hidden = data.ids[index], data.hidden[index]
