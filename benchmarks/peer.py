@@ -3,7 +3,8 @@
     python -m benchmarks.peer --llama-server PATH/llama-server
 
 Three figures: prompt tokens a second, generated tokens a second of one stream, and of four streams together. Each round
-measures both servers one after the other, so that a slow minute of the machine hits both. parkade runs in exact mode.
+measures both servers one after the other, so that a slow minute of the machine hits both. parkade runs in exact mode and, unless
+`--draft` says otherwise, without drafts: the prompts are random ids, and what a head makes of them says nothing.
 """
 
 import asyncio
@@ -80,12 +81,13 @@ async def measure(url: str, prompts: Prompts) -> dict[str, float]:
 @click.option("--llama-server", required=True, type=click.Path(exists=True, dir_okay=False), help="the binary to measure against")
 @click.option("--rounds", default=5, show_default=True)
 @click.option("--threads", default=os.cpu_count(), show_default=True, help="threads of llama-server; parkade uses all cores")
+@click.option("--draft", default="0", show_default=True, help="of parkade")
 @click.option("--out", type=click.Path(), help="write the data here as JSON")
-def main(llama_server: str, rounds: int, threads: int, out: str | None) -> None:
+def main(llama_server: str, rounds: int, threads: int, draft: str, out: str | None) -> None:
     model = find_model("smollm2").path
     folder = Path(tempfile.mkdtemp(prefix="parkade-peer-"))
     ours, theirs = free_port(), free_port()
-    ours_command = parkade_command(ours, folder / "run", ctx=CTX, slots=4)
+    ours_command = parkade_command(ours, folder / "run", ctx=CTX, slots=4, draft=draft)
     theirs_command = [
         llama_server, "-m", str(model), "-c", str(CTX), "--parallel", "4", "--kv-unified", "-t", str(threads),
         "-tb", str(threads), "--port", str(theirs), "--no-webui",

@@ -1,8 +1,8 @@
 """Four chats that fit alone but not together: who finishes, here and with a llama-server binary on the same model file.
 
-    python -m benchmarks.pressure [--llama-server PATH/llama-server]
+    python -m benchmarks.pressure [--llama-server PATH/llama-server] [--model bard] [--draft 2]
 
-Three rounds for each park budget; then the same requests to llama-server with one unified cache of the same size.
+Three rounds for each park budget; then the same requests to llama-server with one unified cache of the same size (SmolLM2's file).
 """
 
 import asyncio
@@ -30,7 +30,6 @@ async def chats(url: str) -> list[Followed]:
     async def one(number: int) -> Followed:
         prompt = PROMPT.format(number, 1800 + 7 * number) * 10
         body = {
-            "model": "smollm2",
             "prompt": prompt,
             "max_tokens": GENERATED,
             "temperature": 0,
@@ -60,29 +59,22 @@ def row(name: str, round_number: int, seconds: float, answers: list[Followed]) -
 @click.command()
 @click.option("--rounds", default=3, show_default=True)
 @click.option("--llama-server", type=click.Path(exists=True, dir_okay=False), help="a binary to compare with")
-def main(rounds: int, llama_server: str | None) -> None:
+@click.option("--model", default="smollm2", show_default=True)
+@click.option("--draft", default="auto", show_default=True)
+def main(rounds: int, llama_server: str | None, model: str, draft: str) -> None:
     folder, console = Path(tempfile.mkdtemp(prefix="parkade-pressure-")), Console(width=120)
     table = Table("server", "round", "whole", "tok/s", "parks", "ms parked", "recomputed", "error")
     for park_ram in ("8GiB", "16MiB", "0"):
         port = free_port()
-        settings = {"ctx": CTX, "slots": 4, "park_ram": park_ram}
+        settings = {"model": model, "draft": draft, "ctx": CTX, "slots": 4, "park_ram": park_ram}
         with server(parkade_command(port, folder / park_ram, **settings), port, folder / f"{park_ram}.log") as url:
             measure(url, f"parkade --park-ram {park_ram}", rounds, table)
     if llama_server:
-        port, model = free_port(), str(find_model("smollm2").path)
+        port = free_port()
         command = [
-            llama_server,
-            "-m",
-            model,
-            "-c",
-            str(CTX),
-            "--parallel",
-            "4",
-            "--kv-unified",
-            "--port",
-            str(port),
-            "--no-webui",
-        ]
+            llama_server, "-m", str(find_model("smollm2").path), "-c", str(CTX), "--parallel", "4", "--kv-unified",
+            "--port", str(port), "--no-webui",
+        ]  # fmt: skip
         with server(command, port, folder / "llama.log") as url:
             measure(url, "llama-server --kv-unified", rounds, table)
     console.print(table)

@@ -21,7 +21,7 @@ def free_port() -> int:
 
 
 def parkade_command(port: int, run_dir: Path, **settings: object) -> list[str]:
-    """`parkade serve` with SmolLM2 and these settings, e.g. park_ram="16MiB"."""
+    """`parkade serve` with these settings, e.g. park_ram="16MiB"; the model is SmolLM2 unless they name another."""
     command = [sys.executable, "-m", "parkade", "serve", "--port", str(port), "--run-dir", str(run_dir)]
     for name, value in settings.items():
         command += ["--" + name.replace("_", "-"), *([] if value is True else [str(value)])]

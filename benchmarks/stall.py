@@ -1,6 +1,6 @@
 """The worst stall of a stream while its neighbour is parked and resumed, again and again.
 
-    python -m benchmarks.stall
+    python -m benchmarks.stall [--model bard] [--draft 2]
 
 One stream decodes; beside it another with a long context is parked and resumed all the time, saved or recomputed. The table
 shows the gaps between the first stream's tokens: alone, beside a neighbour that only decodes, and during parks. The bound is
@@ -22,8 +22,8 @@ from benchmarks.server import free_port, parkade_command, server
 from router.client import Client
 from wire.messages import Notice, Tokens
 
-LONG_PROMPT = [1000 + i * 7919 % 40000 for i in range(3072)]
-SHORT_PROMPT = list(range(2000, 2064))
+LONG_PROMPT = [100 + i * 7919 % 1800 for i in range(3072)]  # ids that small vocabularies have too
+SHORT_PROMPT = list(range(1000, 1064))
 
 
 async def gaps_of(client: Client, count: int) -> list[float]:
@@ -89,13 +89,16 @@ async def chunk_ms(address: str, step_tokens: int) -> float:
 @click.command()
 @click.option("--tokens", default=400, show_default=True)
 @click.option("--step-tokens", default=256, show_default=True)
+@click.option("--model", default="smollm2", show_default=True)
+@click.option("--draft", default="0", show_default=True)
 @click.option("--out", type=click.Path(), help="write the data here as JSON")
-def main(tokens: int, step_tokens: int, out: str | None) -> None:
+def main(tokens: int, step_tokens: int, model: str, draft: str, out: str | None) -> None:
     console, folder, data = Console(width=120), Path(tempfile.mkdtemp(prefix="parkade-stall-")), {}
     table = Table("parks are", "gaps between tokens, ms", "p50", "p90", "p99", "worst", "parks", "one chunk's step")
     for mode, park_ram in (("saved", "8GiB"), ("recomputed", "0")):
         port, run_dir = free_port(), folder / mode
         settings = {"ctx": 8192, "slots": 4, "park_ram": park_ram, "step_tokens": step_tokens, "no_reuse": True}
+        settings |= {"model": model, "draft": draft}
         with server(parkade_command(port, run_dir, **settings), port, folder / f"{mode}.log"):
             address = f"ipc://{run_dir}/client.sock"
             chunk = asyncio.run(chunk_ms(address, step_tokens))
