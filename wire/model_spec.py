@@ -71,11 +71,12 @@ class ModelSpec(Struct, frozen=True):
     """The shape of a decoder-only transformer with RMSNorm, rotary grouped-query attention and a SiLU-gated MLP.
 
     `arch` names the family; everything that changes the arithmetic has a field of its own, so nobody needs to branch on
-    `arch`, with one exception: GGUF files of arch "llama" store the rows of q and k (and their biases) permuted to
-    interleaved rotary pairs. `vocab` is the number of rows of the embedding (a tokenizer may know fewer ids).
+    `arch`, with two exceptions, both in GGUF files: those of arch "llama" store the rows of q and k (and their biases)
+    permuted to interleaved rotary pairs, those of arch "qwen35" the value heads of delta layers tiled. `vocab` is the
+    number of rows of the embedding (a tokenizer may know fewer ids).
     """
 
-    arch: str  # llama, qwen2, qwen3
+    arch: str  # llama, qwen2, qwen3, qwen35
     num_layers: int
     hidden: int
     num_heads: int
@@ -125,6 +126,7 @@ MAX_LAYERS = 4096  # a sanity bound: a damaged header must not make anybody list
 _LAYER_NAMES = {  # uniform name -> (GGUF, Hugging Face), within a layer
     "attn_norm": ("attn_norm.weight", "input_layernorm.weight"),
     "q": ("attn_q.weight", "self_attn.q_proj.weight"),
+    "q_gate": ("attn_q.weight", "self_attn.q_proj.weight"),
     "k": ("attn_k.weight", "self_attn.k_proj.weight"),
     "v": ("attn_v.weight", "self_attn.v_proj.weight"),
     "o": ("attn_output.weight", "self_attn.o_proj.weight"),
@@ -147,8 +149,27 @@ _TOP_NAMES = {
     "norm": ("output_norm.weight", "model.norm.weight"),
     "head": ("output.weight", "lm_head.weight"),
 }
+_DELTA_NAMES = {  # of a layer with a recurrent state; its MLP and norms are named as everywhere
+    "in_qkv": ("attn_qkv.weight", "linear_attn.in_proj_qkv.weight"),
+    "in_z": ("attn_gate.weight", "linear_attn.in_proj_z.weight"),
+    "in_a": ("ssm_alpha.weight", "linear_attn.in_proj_a.weight"),
+    "in_b": ("ssm_beta.weight", "linear_attn.in_proj_b.weight"),
+    "conv": ("ssm_conv1d.weight", "linear_attn.conv1d.weight"),
+    "dt_bias": ("ssm_dt.bias", "linear_attn.dt_bias"),
+    "decay": ("ssm_a", "linear_attn.A_log"),
+    "state_norm": ("ssm_norm.weight", "linear_attn.norm.weight"),
+    "out": ("ssm_out.weight", "linear_attn.out_proj.weight"),
+}
+_HEAD_NAMES = {  # of the head, beside those of its layer
+    "fc": ("nextn.eh_proj.weight", "mtp.fc.weight"),
+    "embed_norm": ("nextn.enorm.weight", "mtp.pre_fc_norm_embedding.weight"),
+    "hidden_norm": ("nextn.hnorm.weight", "mtp.pre_fc_norm_hidden.weight"),
+    "norm": ("nextn.shared_head_norm.weight", "mtp.norm.weight"),
+    "draft_ids": ("nextn.draft_token_ids", "mtp.draft_token_ids"),
+}
 _COLUMN = {"gguf": 0, "hf": 1}
 _LAYER_PREFIX = {"gguf": "blk.{}.", "hf": "model.layers.{}."}
+HEAD_PREFIX = "mtp."  # of the head's tensors: of their uniform names, and of those in safetensors files
 
 
 def layer_prefix(kind: str) -> str:
@@ -156,39 +177,95 @@ def layer_prefix(kind: str) -> str:
     return _LAYER_PREFIX[kind].partition("{}")[0]
 
 
-def tensor_names(spec: ModelSpec, kind: str) -> dict[str, str]:
-    """Uniform name -> name in files of `kind` ("gguf" or "hf"), for every tensor that this spec needs and no other."""
-    return {name: _file_name(name, kind) for name in tensor_shapes(spec)}
+def tensor_names(spec: ModelSpec, kind: str, head_kind: str = "") -> dict[str, str]:
+    """Uniform name -> name in files of `kind` ("gguf" or "hf"), for every tensor that this spec needs and no other.
+
+    `head_kind`: the naming of the head's tensors, if it is another. With a gate on attention, `q` and `q_gate` are rows of
+    one tensor.
+    """
+    return {
+        name: _file_name(spec, name, (head_kind or kind) if name.startswith(HEAD_PREFIX) else kind)
+        for name in tensor_shapes(spec)
+    }
+
+
+def file_shape(spec: ModelSpec, name: str, kind: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Shape in files of `kind` of the tensor that holds `name`, whose own shape is `shape`."""
+    match name.rpartition(".")[2]:
+        case "q" | "q_gate" if spec.attn_gate:
+            return (2 * shape[0], *shape[1:])
+        case "conv" if kind == "hf":
+            return (shape[0], 1, shape[1])
+        case _:
+            return shape
 
 
 def tensor_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
     """Uniform name -> shape in torch order (a linear layer is [out, in]), for every tensor that this spec needs."""
+    shapes: dict[str, tuple[int, ...]] = {"embed": (spec.vocab, spec.hidden), "norm": (spec.hidden,)}
+    if not spec.tied:
+        shapes["head"] = (spec.vocab, spec.hidden)
+    mlp = _mlp_shapes(spec, spec.intermediate)
+    attention = _attention_shapes(spec) | mlp
+    recurrent = _delta_shapes(spec.hidden, spec.delta) | mlp if spec.delta else {}
+    for i in range(spec.num_layers):
+        layer = recurrent if spec.delta and i in spec.delta.layers else attention
+        shapes |= {f"layers.{i}.{name}": shape for name, shape in layer.items()}
+    if spec.mtp:
+        head = {"fc": (spec.hidden, 2 * spec.hidden)} | dict.fromkeys(("embed_norm", "hidden_norm", "norm"), (spec.hidden,))
+        if spec.mtp.draft_vocab:
+            head["draft_ids"] = (spec.mtp.draft_vocab,)
+        shapes |= {f"mtp.{name}": shape for name, shape in head.items()}
+        layer = _attention_shapes(spec) | _mlp_shapes(spec, spec.mtp.intermediate)
+        shapes |= {f"mtp.layer.{name}": shape for name, shape in layer.items()}
+    return shapes
+
+
+def _attention_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
     q_rows, kv_rows = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
-    layer: dict[str, tuple[int, ...]] = {
+    shapes: dict[str, tuple[int, ...]] = {
         "attn_norm": (spec.hidden,),
         "q": (q_rows, spec.hidden),
         "k": (kv_rows, spec.hidden),
         "v": (kv_rows, spec.hidden),
         "o": (spec.hidden, q_rows),
-        "mlp_norm": (spec.hidden,),
-        "gate": (spec.intermediate, spec.hidden),
-        "up": (spec.intermediate, spec.hidden),
-        "down": (spec.hidden, spec.intermediate),
     }
+    if spec.attn_gate:
+        shapes |= {"q_gate": (q_rows, spec.hidden)}
     if spec.qkv_bias:
-        layer |= {"q_bias": (q_rows,), "k_bias": (kv_rows,), "v_bias": (kv_rows,)}
+        shapes |= {"q_bias": (q_rows,), "k_bias": (kv_rows,), "v_bias": (kv_rows,)}
     if spec.o_bias:
-        layer |= {"o_bias": (spec.hidden,)}
+        shapes |= {"o_bias": (spec.hidden,)}
     if spec.qk_norm:
-        layer |= {"q_norm": (spec.head_dim,), "k_norm": (spec.head_dim,)}
-    if spec.mlp_bias:
-        layer |= {"gate_bias": (spec.intermediate,), "up_bias": (spec.intermediate,), "down_bias": (spec.hidden,)}
-    shapes: dict[str, tuple[int, ...]] = {"embed": (spec.vocab, spec.hidden), "norm": (spec.hidden,)}
-    if not spec.tied:
-        shapes["head"] = (spec.vocab, spec.hidden)
-    for i in range(spec.num_layers):
-        shapes |= {f"layers.{i}.{name}": shape for name, shape in layer.items()}
+        shapes |= {"q_norm": (spec.head_dim,), "k_norm": (spec.head_dim,)}
     return shapes
+
+
+def _mlp_shapes(spec: ModelSpec, intermediate: int) -> dict[str, tuple[int, ...]]:
+    shapes: dict[str, tuple[int, ...]] = {
+        "mlp_norm": (spec.hidden,),
+        "gate": (intermediate, spec.hidden),
+        "up": (intermediate, spec.hidden),
+        "down": (spec.hidden, intermediate),
+    }
+    if spec.mlp_bias:
+        shapes |= {"gate_bias": (intermediate,), "up_bias": (intermediate,), "down_bias": (spec.hidden,)}
+    return shapes
+
+
+def _delta_shapes(hidden: int, delta: DeltaSpec) -> dict[str, tuple[int, ...]]:
+    return {
+        "attn_norm": (hidden,),
+        "in_qkv": (delta.conv_width, hidden),
+        "in_z": (delta.value_width, hidden),
+        "in_a": (delta.value_heads, hidden),
+        "in_b": (delta.value_heads, hidden),
+        "conv": (delta.conv_width, delta.kernel),
+        "dt_bias": (delta.value_heads,),
+        "decay": (delta.value_heads,),
+        "state_norm": (delta.value_dim,),
+        "out": (hidden, delta.value_width),
+    }
 
 
 def check_spec(spec: ModelSpec, where: str) -> ModelSpec:
@@ -202,6 +279,12 @@ def check_spec(spec: ModelSpec, where: str) -> ModelSpec:
         raise ModelError(f"{where}: {spec.num_heads} query heads are no multiple of {spec.num_kv_heads} key-value heads")
     if spec.head_dim % 2:
         raise ModelError(f"{where}: the head dimension {spec.head_dim} is odd, rotary positions need pairs")
+    if spec.rotary_dim % 2 or not 0 <= spec.rotary_dim <= spec.head_dim:
+        raise ModelError(f"{where}: {spec.rotary_dim} rotated dimensions of a head of {spec.head_dim}")
+    if spec.delta:
+        _check_delta(spec.delta, spec.num_layers, where)
+    if spec.mtp and not (1 <= spec.mtp.intermediate <= 2**31 and 0 <= spec.mtp.draft_vocab <= spec.vocab):
+        raise ModelError(f"{where}: a head with {spec.mtp.intermediate} MLP rows that drafts {spec.mtp.draft_vocab} tokens")
     rope = spec.rope
     reals = {"rms_eps": spec.rms_eps, "rope theta": rope.theta, "rope factor": rope.factor}
     reals |= {"rope beta_fast": rope.beta_fast, "rope beta_slow": rope.beta_slow}
@@ -216,6 +299,18 @@ def check_spec(spec: ModelSpec, where: str) -> ModelSpec:
     if rope.kind == "llama3" and not 0 < rope.low_freq_factor < rope.high_freq_factor:
         raise ModelError(f"{where}: llama3 rope scaling needs low_freq_factor below high_freq_factor")
     return spec
+
+
+def _check_delta(delta: DeltaSpec, num_layers: int, where: str) -> None:
+    for field in ("key_heads", "value_heads", "key_dim", "value_dim"):
+        if not 1 <= (value := getattr(delta, field)) <= 2**20:
+            raise ModelError(f"{where}: {field} of the recurrent layers is {value}")
+    if not 2 <= delta.kernel <= 16:
+        raise ModelError(f"{where}: a convolution over {delta.kernel} tokens is not supported")
+    if delta.value_heads % delta.key_heads:
+        raise ModelError(f"{where}: {delta.value_heads} value heads are no multiple of {delta.key_heads} key heads")
+    if not 1 <= len(delta.layers) < num_layers:
+        raise ModelError(f"{where}: {len(delta.layers)} of {num_layers} layers are recurrent; both kinds are needed")
 
 
 def scaled_context(context: int, rope: RopeSpec) -> int:
@@ -237,9 +332,22 @@ def one_line(error: BaseException | str) -> str:
     return text if len(text) <= 300 else text[:297] + "..."
 
 
-def _file_name(name: str, kind: str) -> str:
+def _file_name(spec: ModelSpec, name: str, kind: str) -> str:
     column = _COLUMN[kind]
-    if name in _TOP_NAMES:
-        return _TOP_NAMES[name][column]
-    _, layer, part = name.split(".")
-    return _LAYER_PREFIX[kind].format(layer) + _LAYER_NAMES[part][column]
+    match name.split("."):
+        case ["mtp", "layer", part]:
+            prefix = "mtp.layers.0." if kind == "hf" else _LAYER_PREFIX[kind].format(spec.num_layers)
+            return prefix + _part_name(spec, part, kind)
+        case ["mtp", part]:
+            return ("" if kind == "hf" else _LAYER_PREFIX[kind].format(spec.num_layers)) + _HEAD_NAMES[part][column]
+        case [_, layer, part]:
+            return _LAYER_PREFIX[kind].format(layer) + _part_name(spec, part, kind)
+        case _:
+            return _TOP_NAMES[name][column]
+
+
+def _part_name(spec: ModelSpec, part: str, kind: str) -> str:
+    """The name within a layer."""
+    if part == "mlp_norm" and kind == "gguf" and spec.arch == "qwen35":
+        return "post_attention_norm.weight"
+    return (_DELTA_NAMES.get(part) or _LAYER_NAMES[part])[_COLUMN[kind]]
