@@ -4,7 +4,7 @@ Each transition is one method that leaves the book whole and says in `actions` w
 """
 
 import heapq
-from collections import Counter
+from collections import Counter, deque
 
 from gpu_worker.policy import preemption
 from gpu_worker.policy.events import Action, Finish, Load, Notify, ReleaseLease, Reserve, Save
@@ -39,6 +39,8 @@ class Book:
         self._free_seats: list[int] = []  # a heap: the smallest number goes first
         self._seats = 0  # numbers ever handed out
         self._priorities: Counter[int] = Counter()
+        # the longest free goes first, so that a resume seldom gets the slot it had; None: the model has no recurrent state
+        self._free_states = None if limits.state_slots is None else deque(range(limits.state_slots))
 
         self.preempted: Counter[str] = Counter()  # by ParkKind
         self.denied: Counter[str] = Counter()  # by reason
@@ -57,7 +59,9 @@ class Book:
 
     @property
     def free_slots(self) -> int:
-        return self.limits.slots - len(self.running) - len(self.resuming)
+        """How many more may come in. A parking one has left its slot, but not its state slot: the copy still reads it."""
+        free = self.limits.slots - len(self.running) - len(self.resuming)
+        return free if self._free_states is None else min(free, len(self._free_states))
 
     def cost(self, seq: Sequence) -> int:
         """Blocks by which `used` would grow if it came in now: what it claims, less what is found and in use anyway."""
@@ -104,6 +108,7 @@ class Book:
             seq.seat = heapq.heappop(self._free_seats)
         else:
             seq.seat, self._seats = self._seats, self._seats + 1
+        self._take_state(seq)
         seq.computed = self._claim(seq)
         if not seq.generated and not seq.base.cached_tokens:  # otherwise an earlier life has counted them
             seq.cached = seq.computed
@@ -145,6 +150,17 @@ class Book:
                 self.pool.publish(seq.blocks[index], digests[index])
             seq.published = full
 
+    def _take_state(self, seq: Sequence) -> None:
+        """Room for its recurrent state. What the last owner has left there is not cleared: a row at position 0 starts anew, and
+        an image overwrites it whole."""
+        if self._free_states is not None:
+            seq.state_slot = self._free_states.popleft()
+
+    def _give_back_state(self, seq: Sequence) -> None:
+        if seq.state_slot >= 0:
+            self._free_states.append(seq.state_slot)
+            seq.state_slot = -1
+
     # parking --------------------------------------------------------------------------------------------------------------
     def park(self, seq: Sequence, kind: ParkKind, now: float) -> None:
         """A running sequence, not in a step, leaves the batch. Its blocks stay its own until its cells are saved, or refused."""
@@ -153,7 +169,7 @@ class Book:
         seq.parks += 1
         seq.pressure_parks += kind == "pressure"
         seq.since = seq.wants_since = now
-        seq.draft = []  # a prediction, not a result
+        seq.draft = 0
         image_blocks = self.pool.blocks_for(seq.computed)
         self.pool.release(seq.blocks[image_blocks:])
         del seq.blocks[image_blocks:]
@@ -175,7 +191,7 @@ class Book:
         seq.ask = 0
         seq.lease = lease
         seq.copying = True
-        self.actions.append(Save(seq.request_id, lease, tuple(seq.blocks), seq.computed))
+        self.actions.append(Save(seq.request_id, lease, tuple(seq.blocks), seq.computed, seq.state_slot))
 
     def refused(self, ask: int, reason: str, now: float) -> None:
         """No lease: its cells are given up and will be recomputed. An answer that nobody waits for is dropped."""
@@ -195,6 +211,7 @@ class Book:
     def _leave_device(self, seq: Sequence, now: float) -> None:
         """From PARKING to PARKED: the blocks change hands, the full ones can still be found."""
         self._give_back_blocks(seq)
+        self._give_back_state(seq)
         self._move(seq, State.PARKED)
         if seq.lease is None:
             seq.computed = 0
@@ -215,13 +232,14 @@ class Book:
     def resume(self, seq: Sequence, now: float) -> None:
         """From PARKED to RUNNING, through RESUMING if cells must be copied in. What can be found by hash is not copied."""
         self._keep_promotion(seq, now)
+        self._take_state(seq)
         found_cells = self._claim(seq)
         if seq.lease is not None and found_cells < seq.computed:
             first = seq.published
             seq.copying = True
             self._move(seq, State.RESUMING)
             blocks = tuple(seq.blocks[first : self.pool.blocks_for(seq.computed)])
-            self.actions.append(Load(seq.request_id, seq.lease, blocks, first))
+            self.actions.append(Load(seq.request_id, seq.lease, blocks, first, seq.state_slot))
         else:
             mode = "recompute" if seq.lease is None else "save"
             seq.computed = found_cells
@@ -264,6 +282,7 @@ class Book:
         self._asks.pop(seq.ask, None)
         self._drop_lease(seq)
         self._give_back_blocks(seq)
+        self._give_back_state(seq)
         if seq.seat >= 0:
             heapq.heappush(self._free_seats, seq.seat)
         self._move(seq, State.FINISHED)

@@ -175,7 +175,7 @@ class Row(Struct, frozen=True, gc=False):
     samples: bool
     sampling: Sampling  # with its seed
     prompt_len: int
-    draft: int = 0  # only where count is 1 and it samples
+    draft: int = 0  # only where count is 1, start above 0, and it samples
     state_slot: int = -1  # of its recurrent state; -1: the model has none
     banned: tuple[int, ...] = ()  # end tokens that may not be drawn yet (min_tokens)
     prompt_logprobs: int | None = None  # wanted for the prompt tokens predicted by this row; None: none

@@ -10,7 +10,9 @@ class Limits(Struct, frozen=True, kw_only=True):
 
     `slots` sequences may run at once. `step_tokens` is what one step may feed. `park_every` 0: never. `draft_max` is the most
     tokens the head may guess for one row in a step, `draft_rows` the most rows, guesses included, that the decodes of a step with
-    guesses may feed. `state_slots` sequences have room for a recurrent state on the device; None: the model has no such state.
+    guesses may feed. `draft_cost[d - 1]` is what one guess for each of d decodes costs, in percent of the step without guesses;
+    the last entry stands for all larger d. `state_slots` sequences have room for a recurrent state on the device; None: the model
+    has no such state.
     `save` False never asks for a lease: every park is recomputed. ValueError if nothing could ever run.
     """
 
@@ -27,6 +29,7 @@ class Limits(Struct, frozen=True, kw_only=True):
     reuse: bool = True
     draft_max: int = 0
     draft_rows: int = 64
+    draft_cost: tuple[int, ...] = (30, 40, 50, 60)
     state_slots: int | None = None
     eos_token_ids: tuple[int, ...] = ()
     exact: bool = False
@@ -35,6 +38,12 @@ class Limits(Struct, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         if min(self.num_blocks, self.block_size, self.slots, self.max_context, self.step_tokens) < 1:
             raise ValueError("num_blocks, block_size, slots, max_context and step_tokens must be at least 1")
+        if self.state_slots is not None and self.state_slots < 1:
+            raise ValueError("state_slots must be at least 1, or nothing could run")
+        if self.state_slots is not None and self.reuse:
+            raise ValueError("reuse must be off where there is a recurrent state: blocks alone cannot rebuild it")
+        if not self.draft_cost or min(self.draft_cost) < 0:
+            raise ValueError("draft_cost must be percents, at least one")
 
     @property
     def pool_cells(self) -> int:

@@ -7,14 +7,8 @@ from gpu_worker.policy.sequence import Sequence
 
 
 def growing(running: Iterable[Sequence], block_size: int) -> list[Sequence]:
-    """Those whose next token and drafts do not fit in the blocks they have."""
-    return [seq for seq in running if len(seq.tokens) + len(seq.draft) > len(seq.blocks) * block_size]
-
-
-def clip_draft(seq: Sequence, num_blocks: int, block_size: int) -> None:
-    """Drafts are the first thing given up: keep those that fit in `num_blocks` blocks."""
-    if seq.draft:
-        seq.draft = seq.draft[: max(0, num_blocks * block_size - len(seq.tokens))]
+    """Those whose next token and guesses do not fit in the blocks they have."""
+    return [seq for seq in running if len(seq.tokens) + seq.draft > len(seq.blocks) * block_size]
 
 
 def rows_of(
@@ -31,7 +25,7 @@ def rows_of(
             behind.append(seq)
         elif not stalled or seq not in stalled:
             rows.append(_row(seq, start, 1))
-            budget -= 1 + len(seq.draft)
+            budget -= 1 + seq.draft
     if behind:
         behind.sort(key=rank)
         for seq in behind:
@@ -54,7 +48,8 @@ def _row(seq: Sequence, start: int, count: int) -> Row:
         start + count == known,
         seq.sampling,
         seq.prompt_len,
-        tuple(seq.draft),
+        seq.draft,
+        seq.state_slot,
         seq.banned if known < seq.min_len else (),
         seq.prompt_logprobs if _scores(seq, start + count) else None,
     )
@@ -63,12 +58,3 @@ def _row(seq: Sequence, start: int, count: int) -> Row:
 def _scores(seq: Sequence, end: int) -> bool:
     """Whether feeding up to position `end` (exclusive) predicts a prompt token that has no log probability yet."""
     return seq.prompt_logprobs is not None and seq.scored < min(end, seq.prompt_len - 1)
-
-
-def draft_room(seq: Sequence, draft_max: int) -> int:
-    """Drafts that the next row may carry: none beyond the last token it may get, and none across the end of `min_tokens`, because
-    the end tokens are banned for a whole row or not at all."""
-    room = min(draft_max, seq.remaining - 1)
-    if len(seq.tokens) < seq.min_len:
-        room = min(room, seq.min_len - len(seq.tokens) - 1)
-    return max(0, room)

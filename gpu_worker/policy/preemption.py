@@ -72,7 +72,7 @@ def gain(seq: Sequence, pool: KvPool) -> int:
 
 def missing(seq: Sequence, pool: KvPool) -> int:
     """Blocks that its next step needs and it does not have: next token and drafts; a prefill's blocks are its own already."""
-    return max(0, pool.blocks_for(len(seq.tokens) + len(seq.draft)) - len(seq.blocks))
+    return max(0, pool.blocks_for(len(seq.tokens) + seq.draft) - len(seq.blocks))
 
 
 # coming in -------------------------------------------------------------------------------------------------------------

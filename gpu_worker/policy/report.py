@@ -27,6 +27,8 @@ class Totals(Struct):
     steps: int = 0
     prefill_tokens: int = 0
     recomputed_tokens: int = 0
+    drafted: list[int] = []  # by position: the first guess behind a sequence's newest token, the second, ...
+    accepted: list[int] = []
 
 
 def load_of(book: Book, totals: Totals, now: float) -> SchedulerLoad:
@@ -44,6 +46,8 @@ def load_of(book: Book, totals: Totals, now: float) -> SchedulerLoad:
             denied=dict(book.denied),
             steps=totals.steps,
             prefill_tokens=totals.prefill_tokens,
+            drafted=list(totals.drafted),
+            accepted=list(totals.accepted),
         ),
     )
 
@@ -90,4 +94,6 @@ def _slot(seq: Sequence, now: float) -> Slot:
         n_preempt=usage.parks,
         n_recompute=usage.recomputed_tokens,
         parked_ms=usage.parked_ms,
+        drafted=seq.drafted,
+        accepted=seq.accepted,
     )

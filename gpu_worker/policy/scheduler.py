@@ -2,7 +2,7 @@
 
 from itertools import chain
 
-from gpu_worker.policy import preemption
+from gpu_worker.policy import drafting, preemption
 from gpu_worker.policy.book import Book
 from gpu_worker.policy.events import (
     CancelRequested,
@@ -23,7 +23,7 @@ from gpu_worker.policy.events import (
     Submitted,
 )
 from gpu_worker.policy.limits import Limits
-from gpu_worker.policy.plan import clip_draft, draft_room, growing, rows_of
+from gpu_worker.policy.plan import growing, rows_of
 from gpu_worker.policy.report import SchedulerLoad, Totals, load_of
 from gpu_worker.policy.sequence import Sequence, State, sequence_of, usage_of
 from wire.messages import Submit
@@ -38,7 +38,7 @@ class Scheduler:
     def __init__(self, limits: Limits) -> None:
         self.limits = limits
         self.book = Book(limits)
-        self.totals = Totals()
+        self.totals = Totals(drafted=[0] * limits.draft_max, accepted=[0] * limits.draft_max)
         self._in_step: dict[str, Row] = {}
         self._epoch = 0
         self._to_park: dict[str, str] = {}  # id -> kind: to be parked at the next step boundary, needed or not
@@ -183,6 +183,9 @@ class Scheduler:
         self._count_fed(seq, row)
         offset = seq.generated
         new = self._cut(seq, result.tokens) if row.samples else []
+        if self.limits.draft_max and row.count == 1 and new:
+            self._count_drafts(seq, row.draft, min(row.draft, len(result.tokens) - 1, len(new)))
+        seq.draft = 0
         scored_from = seq.scored
         scored = self._new_prompt_logprobs(seq, row, result)
         seq.tokens += new
@@ -196,21 +199,29 @@ class Scheduler:
             seq.prompt_done = True
             self.book.release_followers(seq.request_id)
         if new:
-            self._after_tokens(seq, result.draft, now)
+            self._after_tokens(seq, now)
 
-    def _after_tokens(self, seq: Sequence, draft: list[int], now: float) -> None:
+    def _after_tokens(self, seq: Sequence, now: float) -> None:
         seq.replaying = False
         known = len(seq.tokens)
         if seq.tokens[-1] in seq.end_tokens and known > seq.min_len:
             self.book.finish(seq, "stop", now)  # wins over a park
         elif seq.remaining <= 0:
             self.book.finish(seq, "length", now)
-        else:
-            seq.draft = draft[: draft_room(seq, self.limits.draft_max)] if draft else draft
-            if 0 < seq.next_forced_len <= known:
-                every = self.limits.park_every
-                seq.next_forced_len = seq.prompt_len + (seq.generated // every + 1) * every
-                self._to_park.setdefault(seq.request_id, "forced")
+        elif 0 < seq.next_forced_len <= known:
+            every = self.limits.park_every
+            seq.next_forced_len = seq.prompt_len + (seq.generated // every + 1) * every
+            self._to_park.setdefault(seq.request_id, "forced")
+
+    def _count_drafts(self, seq: Sequence, drafted: int, accepted: int) -> None:
+        """A guess that agrees behind an end token is not delivered, and so not accepted."""
+        totals = self.totals
+        for position in range(drafted):
+            totals.drafted[position] += 1
+            totals.accepted[position] += position < accepted
+        seq.drafted += drafted
+        seq.accepted += accepted
+        drafting.learn(seq, drafted, accepted)
 
     def _count_fed(self, seq: Sequence, row: Row) -> None:
         recomputed = max(0, min(row.start + row.count, seq.high_computed) - row.start)
@@ -244,6 +255,8 @@ class Scheduler:
         book = self.book
         if self._to_park:
             self._park_requested(now)
+        if self.limits.draft_max:
+            drafting.assign(book.running.values(), self.limits)
         short = growing(book.running.values(), self.limits.block_size) if book.running else []
         stalled: list[Sequence] = []
         demand = self._demand(short) if short else 0
@@ -254,6 +267,8 @@ class Scheduler:
             book.changed = False
             self._resume(demand, now)
             self._admit(demand, now)
+            if self.limits.draft_max:
+                drafting.share_rows(book.running.values(), self.limits)
         if short:
             stalled = self._grow(short, demand, now)
         rows = rows_of(book.running.values(), stalled, self.limits.step_budget, self._rank) if book.running else []
@@ -287,12 +302,12 @@ class Scheduler:
                 self._to_park[request_id] = kind
 
     def _relieve(self, short: list[Sequence], now: float) -> list[Sequence]:
-        """Keep the next step at or below HIGH: clip drafts, then park. Returns those that still need blocks."""
+        """Keep the next step at or below HIGH: give up guesses, then park. Returns those that still need blocks."""
         book, limits = self.book, self.limits
         if self._shortfall(short) <= 0:
             return short  # parks under way will make room
         for seq in short:
-            clip_draft(seq, book.pool.blocks_for(len(seq.tokens)), limits.block_size)
+            drafting.cut_to(seq, book.pool.blocks_for(len(seq.tokens)), limits.block_size)
         short = growing(short, limits.block_size)
         over = self._shortfall(short)
         if over <= 0 or limits.policy == "off":
@@ -354,7 +369,7 @@ class Scheduler:
         stalled = []
         for seq in sorted(short, key=lambda seq: (self._class_of(seq), -len(seq.tokens), seq.arrival)):
             if preemption.missing(seq, book.pool) > book.pool.available:
-                clip_draft(seq, book.pool.blocks_for(len(seq.tokens)), self.limits.block_size)
+                drafting.cut_to(seq, book.pool.blocks_for(len(seq.tokens)), self.limits.block_size)
             if preemption.missing(seq, book.pool) <= book.pool.available:
                 book.grow(seq)
             elif self.limits.policy == "off":

@@ -8,6 +8,9 @@ from gpu_worker.policy.limits import Limits
 from gpu_worker.policy.pool import ROOT, block_digest
 from wire.messages import ParkKind, Sampling, Submit, Usage
 
+LIKELY_ONE = 1 << 16  # certainty, in the unit of `Sequence.likely`
+LIKELY_PRIOR = LIKELY_ONE * 3 // 4  # before anything is known
+
 
 class State(enum.Enum):
     WAITING = "waiting"  # never admitted in this life of the worker
@@ -46,7 +49,11 @@ class Sequence(Struct, eq=False, gc=False):
     computed: int = 0
     high_computed: int = 0  # the most cells it ever had; feeding a position below it is a recompute
     scored: int = 0  # prompt positions 1..scored have their log probability delivered
-    draft: list[int] = []
+    draft: int = 0  # guesses in the step that is planned or under way; 0 in any other state, and between steps
+    likely: list[int] = []  # how often each guess agrees; see drafting.py
+    drafted: int = 0
+    accepted: int = 0
+    state_slot: int = -1  # of its recurrent state while it is on the device
     blocks: list[int] = []
     digests: list[bytes] = []  # of its full blocks, as far as anybody has asked
     published: int = 0  # its first blocks that can be found
@@ -105,6 +112,7 @@ def sequence_of(submit: Submit, limits: Limits, now: float) -> Sequence:
         high_computed=prompt_len + delivered - 1 if delivered else 0,
         scored=prompt_len - 1 if delivered else 0,
         replaying=bool(delivered),
+        likely=[LIKELY_PRIOR] * limits.draft_max,
         next_forced_len=prompt_len + (delivered // limits.park_every + 1) * limits.park_every if limits.park_every else 0,
     )
 
