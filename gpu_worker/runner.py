@@ -1,88 +1,130 @@
-"""One step: rows in, tokens out. Turns the scheduler's rows into tensors, runs the model, draws the tokens."""
+"""One step: rows in, tokens out. The head guesses, the model computes tokens and guesses, the draws judge them.
+
+Nothing of a guess outlives the step: what the model wrote for rejected ones is scratch, and the one thing that is not, the
+hidden row of a block's newest cell, is put right here.
+"""
 
 from collections.abc import Sequence as Rows
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from gpu_worker.device.kv_cache import KvCache
 from gpu_worker.model.batch import Batch
 from gpu_worker.model.load import Model
-from gpu_worker.model.sampler import Sampled, SampleRow, sample, token_logprobs
+from gpu_worker.model.sampler import Candidates, SampleRow, draw, guess, token_logprobs
 from gpu_worker.policy.events import Plan, Row, RowResult, StepDone
 
 
 class Runner:
-    """The model and its pool. Stateless between steps: what a row needs is in the row and in the cells."""
+    """The model and its pool. Stateless between steps: what a row needs is in the row, in the cells and in the state."""
 
     def __init__(self, model: Model, kv: KvCache) -> None:
         self.model = model
         self.kv = kv
+        self._candidates: Candidates | None = None
+        if model.spec.mtp is not None and model.draft_ids is not None:
+            self._candidates = Candidates(model.draft_ids.numpy(), model.spec.vocab)
 
     @torch.inference_mode()
     def step(self, plan: Plan) -> StepDone:
-        """Feed every row of the plan in one forward pass and draw the next tokens of those that reach their newest one."""
+        """Feed every row of the plan and its guesses in one forward pass; draw the tokens of those that reach their newest."""
         rows = plan.rows
-        batch, heads = _batch(rows)
+        tables = _tables(rows)
+        guesses = self._guesses(rows, tables)
+        batch, outs = _batch(rows, guesses, tables)
         hidden = self.model.forward(batch, self.kv)
         logits = self.model.logits(hidden) if len(hidden) else None
         results = []
-        drawn = iter(self._draw(rows, heads, logits))
-        for row, head in zip(rows, heads, strict=True):
+        for row, guessed, out in zip(rows, guesses, outs, strict=True):
             prompt_logprobs = []
-            if head.prompt_rows:
-                part = logits[head.first : head.first + head.prompt_rows]
-                targets = row.tokens[row.start + 1 : row.start + 1 + head.prompt_rows]
+            if out.prompt_rows:
+                part = logits[out.first : out.samples_at]
+                targets = row.tokens[row.start + 1 : row.start + 1 + out.prompt_rows]
                 prompt_logprobs = token_logprobs(part, targets, row.prompt_logprobs)
-            sampled = [next(drawn) for _ in range(head.sample_rows)]
-            results.append(_result(row, sampled, prompt_logprobs))
+            result = RowResult(row.request_id, prompt_logprobs=prompt_logprobs)
+            if row.samples:
+                result = _judge(row, guessed, logits[out.samples_at :].numpy(), prompt_logprobs)
+                self._keep_hidden(row, guessed, result, hidden[out.samples_at :])
+            results.append(result)
         return StepDone(results, plan.epoch)
 
-    def _draw(self, rows: Rows[Row], heads: list["_Head"], logits: torch.Tensor | None) -> list[Sampled]:
-        """The tokens of all sampling rows of the step, drawn in one call."""
-        wanted = []
-        for row, head in zip(rows, heads, strict=True):
-            for j in range(head.sample_rows):
-                seen = [*row.tokens, *row.draft[:j]] if j else row.tokens
-                wanted.append(SampleRow(row.sampling, row.start + row.count + j, seen, row.prompt_len, row.banned))
-        if not wanted:
-            return []
-        if any(head.prompt_rows for head in heads):
-            index = [head.first + head.prompt_rows + j for head in heads for j in range(head.sample_rows)]
-            logits = logits[torch.tensor(index)]
-        return sample(logits, wanted)
+    # drafts -----------------------------------------------------------------------------------------------------------
+    def _guesses(self, rows: Rows[Row], tables: Tensor) -> list[list[int]]:
+        """What the head guesses behind each row's token: one guess for each row that wants one, then the next from it, and so on.
+
+        The first is made from the hidden row of the newest computed cell, which lies in the cell's block; a sequence's first
+        token has none before it.
+        """
+        guesses: list[list[int]] = [[] for _ in rows]
+        chained = [index for index, row in enumerate(rows) if row.draft and row.start]
+        if not chained:
+            return guesses
+        blocks = [rows[index].blocks[(rows[index].start - 1) // self.kv.block_size] for index in chained]
+        hidden = self.kv.hidden[torch.tensor(blocks)]
+        tokens = [rows[index].tokens[rows[index].start] for index in chained]
+        depth = 0
+        while chained:
+            positions = torch.tensor([rows[index].start + depth for index in chained], dtype=torch.int32)
+            hidden = self.model.draft(torch.tensor(tokens), positions, hidden, tables[torch.tensor(chained)], self.kv)
+            logits = self.model.draft_logits(hidden).numpy()
+            for index, values in zip(chained, logits, strict=True):
+                if (token := guess(values, _sample_row(rows[index], guesses[index]), self._candidates)) >= 0:
+                    guesses[index].append(token)
+            depth += 1
+            more = [len(guesses[index]) == depth < rows[index].draft for index in chained]
+            chained = [index for index, goes_on in zip(chained, more, strict=True) if goes_on]
+            hidden = hidden[torch.tensor(more)]
+            tokens = [guesses[index][-1] for index in chained]
+        return guesses
+
+    def _keep_hidden(self, row: Row, guessed: list[int], result: RowResult, hidden: Tensor) -> None:
+        """Leave in its block the hidden row of the last cell that counts, where the pass has left that of a rejected guess."""
+        accepted = len(result.tokens) - 1
+        if 0 <= accepted < len(guessed):
+            self.kv.hidden[row.blocks[(row.start + accepted) // self.kv.block_size]] = hidden[accepted]
 
 
-class _Head:
-    """Which of the rows that go on to the head belong to one Row: first its prompt logprobs, then its samples."""
+class _Out:
+    """Which of the rows that go on to the logits belong to one Row: first its prompt logprobs, then its samples."""
 
-    __slots__ = ("first", "prompt_rows", "sample_rows")
+    __slots__ = ("first", "prompt_rows")
 
-    def __init__(self, first: int, prompt_rows: int, sample_rows: int) -> None:
-        self.first, self.prompt_rows, self.sample_rows = first, prompt_rows, sample_rows
+    def __init__(self, first: int, prompt_rows: int) -> None:
+        self.first, self.prompt_rows = first, prompt_rows
+
+    @property
+    def samples_at(self) -> int:
+        return self.first + self.prompt_rows
 
 
-def _batch(rows: Rows[Row]) -> tuple[Batch, list[_Head]]:
-    """The step as tensors, and where each row's hidden states will stand."""
+def _tables(rows: Rows[Row]) -> Tensor:
+    """The rows' blocks: int32 [rows, most blocks], filled up with block 0."""
+    tables = np.zeros((len(rows), max(len(row.blocks) for row in rows)), dtype=np.int32)
+    for index, row in enumerate(rows):
+        tables[index, : len(row.blocks)] = row.blocks
+    return torch.from_numpy(tables)
+
+
+def _batch(rows: Rows[Row], guesses: list[list[int]], tables: Tensor) -> tuple[Batch, list[_Out]]:
+    """The step as tensors, and where each row's hidden rows will stand."""
     token_ids: list[int] = []
     positions: list[int] = []
     seq_of: list[int] = []
     out_rows: list[int] = []
-    heads: list[_Head] = []
-    tables = np.zeros((len(rows), max(len(row.blocks) for row in rows)), dtype=np.int32)
-    for index, row in enumerate(rows):
+    outs: list[_Out] = []
+    for index, (row, guessed) in enumerate(zip(rows, guesses, strict=True)):
         base = len(token_ids)
-        fed = row.count + len(row.draft)
+        fed = row.count + len(guessed)
         token_ids += row.tokens[row.start : row.start + row.count]
-        token_ids += row.draft
+        token_ids += guessed
         positions += range(row.start, row.start + fed)
         seq_of += [index] * fed
-        tables[index, : len(row.blocks)] = row.blocks
         prompt_rows = 0
         if row.prompt_logprobs is not None:
             prompt_rows = max(0, min(row.count, row.prompt_len - 1 - row.start))
-        sample_rows = 1 + len(row.draft) if row.samples else 0
-        heads.append(_Head(len(out_rows), prompt_rows, sample_rows))
+        outs.append(_Out(len(out_rows), prompt_rows))
         out_rows += range(base, base + prompt_rows)
         if row.samples:
             out_rows += range(base + row.count - 1, base + fed)
@@ -90,20 +132,29 @@ def _batch(rows: Rows[Row]) -> tuple[Batch, list[_Head]]:
         token_ids=torch.tensor(token_ids, dtype=torch.int64),
         positions=torch.tensor(positions, dtype=torch.int32),
         seq_of=torch.tensor(seq_of, dtype=torch.int32),
-        block_tables=torch.from_numpy(tables),
+        block_tables=tables,
         out_rows=torch.tensor(out_rows, dtype=torch.int64),
+        known=torch.tensor([row.start + row.count for row in rows], dtype=torch.int32),
+        state_slots=torch.tensor([max(row.state_slot, 0) for row in rows], dtype=torch.int32),
     )
-    return batch, heads
+    return batch, outs
 
 
-def _result(row: Row, sampled: list[Sampled], prompt_logprobs: list) -> RowResult:
-    """The drawn token, and one more for each draft that agrees with the token drawn before it."""
+def _sample_row(row: Row, guessed: list[int]) -> SampleRow:
+    """What the draw behind the row's tokens and `guessed` depends on."""
+    position = row.start + row.count + len(guessed)
+    return SampleRow(row.sampling, position, row.tokens, row.prompt_len, row.banned, list(guessed))
+
+
+def _judge(row: Row, guessed: list[int], logits: np.ndarray, prompt_logprobs: list) -> RowResult:
+    """The drawn token, and one more for each guess that the draw in its place agrees with. `logits`: [1 + guesses, vocab]"""
     tokens, logprobs = [], []
-    for j, one in enumerate(sampled):
+    for j in range(1 + len(guessed)):
+        if tokens != guessed[:j]:
+            break
+        one = draw(logits[j], _sample_row(row, guessed[:j]))
         if one.error:
             return RowResult(row.request_id, error=one.error)
-        if j and row.draft[j - 1] != tokens[-1]:
-            break
         tokens.append(one.token)
         if one.logprob is not None:
             logprobs.append(one.logprob)

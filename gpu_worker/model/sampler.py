@@ -23,9 +23,14 @@ class SampleRow(Struct, frozen=True):
 
     sampling: Sampling  # with its seed
     position: int  # index of the drawn token in the sequence
-    tokens: list[int]  # prompt and output before `position` (what follows is ignored)
+    tokens: list[int]  # prompt and output (what lies at `position` and behind is ignored)
     prompt_len: int
     banned: tuple[int, ...] = ()  # ids that may not be drawn
+    guesses: list[int] = []  # drafts that stand between the tokens and `position`
+
+    def before(self, first: int = 0) -> list[int]:
+        """All tokens from index `first` up to `position`, guesses included."""
+        return self.tokens[first : self.position - len(self.guesses)] + self.guesses
 
 
 class Sampled(Struct, frozen=True):
@@ -36,15 +41,49 @@ class Sampled(Struct, frozen=True):
     error: str = ""
 
 
-_NOT_FINITE = Sampled(-1, error="the model's logits are not finite")
-_NONE_LEFT = Sampled(-1, error="every token is banned")
+class Candidates:
+    """The only ids that may be drawn, where logits have a column for each of them and for no other."""
+
+    __slots__ = ("columns", "ids")
+
+    def __init__(self, ids: np.ndarray, vocab: int) -> None:
+        """`ids`: token of each column, all different and below `vocab`."""
+        self.ids = ids.astype(np.uint64)
+        self.columns = np.full(vocab, -1, dtype=np.int64)  # of each token; -1: it has none
+        self.columns[ids] = np.arange(len(ids))
+
+
+_NOT_FINITE, _NONE_LEFT = -1, -2  # instead of a column
+_FAILED = {
+    _NOT_FINITE: Sampled(-1, error="the model's logits are not finite"),
+    _NONE_LEFT: Sampled(-1, error="every token is banned"),
+}
 
 
 def sample(logits: Tensor, rows: list[SampleRow]) -> list[Sampled]:
-    """One draw a row from float32 logits [n, vocab]. Temperature 0 is greedy; ties go to the lower id."""
-    values = logits.numpy()
-    best = values.argmax(1).tolist() if len(rows) else []
-    return [_draw(values[i], token, row) for i, (token, row) in enumerate(zip(best, rows, strict=True))]
+    """One draw a row from float32 logits [n, vocab]."""
+    return [draw(values, row) for values, row in zip(logits.numpy(), rows, strict=True)]
+
+
+def draw(raw: np.ndarray, row: SampleRow) -> Sampled:
+    """One draw from float32 logits [vocab]. Temperature 0 is greedy; ties go to the lower id."""
+    best = _choose(raw, row, None)
+    if best < 0:
+        return _FAILED[best]
+    if row.sampling.logprobs is None:
+        return Sampled(best)
+    return Sampled(best, _logprob(raw, best, row.sampling.logprobs))
+
+
+def guess(raw: np.ndarray, row: SampleRow, candidates: Candidates | None) -> int:
+    """The token that `draw` would take from float32 logits [vocab], or [candidates]; -1 if there is none.
+
+    With the noise and the settings of the draw that will judge it, a guess agrees as often as the two distributions allow.
+    """
+    best = _choose(raw, row, candidates)
+    if best < 0:
+        return -1
+    return best if candidates is None else int(candidates.ids[best])
 
 
 def token_logprobs(logits: Tensor, targets: list[int], top: int) -> list[Logprob]:
@@ -86,23 +125,23 @@ def _mix64(x: int) -> int:
 
 
 # one row --------------------------------------------------------------------------------------------------------------
-def _draw(raw: np.ndarray, best: int, row: SampleRow) -> Sampled:
+def _choose(raw: np.ndarray, row: SampleRow, candidates: Candidates | None) -> int:
+    """The drawn column, or one of _FAILED."""
+    best = int(raw.argmax())
     if not isfinite(raw[best]):  # argmax finds a NaN or +inf first; -inf only if there is nothing else
         return _NOT_FINITE
-    sampling = row.sampling
-    changed = _changed(raw, row)
+    changed = _changed(raw, row, candidates)
     if changed is not None:
         best = int(changed.argmax())
         if not isfinite(changed[best]):
             return _NONE_LEFT
-    if sampling.temperature > 0:
-        best = _gumbel_max(raw if changed is None else changed, best, row)
-    if sampling.logprobs is None:
-        return Sampled(best)
-    return Sampled(best, _logprob(raw, best, sampling.logprobs))
+    if row.sampling.temperature > 0:
+        ids = _all_ids(len(raw)) if candidates is None else candidates.ids
+        best = _gumbel_max(raw if changed is None else changed, best, row, ids)
+    return best
 
 
-def _changed(raw: np.ndarray, row: SampleRow) -> np.ndarray | None:
+def _changed(raw: np.ndarray, row: SampleRow, candidates: Candidates | None) -> np.ndarray | None:
     """The logits after penalties, bias and bans, in this order; None if nothing changes them."""
     s = row.sampling
     penalised = s.repetition_penalty != 1 or s.presence_penalty or s.frequency_penalty
@@ -110,38 +149,50 @@ def _changed(raw: np.ndarray, row: SampleRow) -> np.ndarray | None:
         return None
     logits = raw.copy()
     if s.repetition_penalty != 1:
-        seen = _unique(row.tokens[: row.position], len(raw))[0]
+        seen = _unique(row.before(), len(raw), candidates)[0]
         values = logits[seen]
         logits[seen] = np.where(values > 0, values / np.float32(s.repetition_penalty), values * np.float32(s.repetition_penalty))
     if s.presence_penalty or s.frequency_penalty:
-        seen, counts = _unique(row.tokens[row.prompt_len : row.position], len(raw))
+        seen, counts = _unique(row.before(row.prompt_len), len(raw), candidates)
         logits[seen] -= np.float32(s.presence_penalty) + np.float32(s.frequency_penalty) * counts.astype(np.float32)
     for token, bias in s.logit_bias.items():
-        if token < len(logits):
-            logits[token] += np.float32(bias)
+        if (column := _column(token, len(logits), candidates)) >= 0:
+            logits[column] += np.float32(bias)
     for token in row.banned:
-        if token < len(logits):
-            logits[token] = -np.inf
+        if (column := _column(token, len(logits), candidates)) >= 0:
+            logits[column] = -np.inf
     return logits
 
 
-def _unique(tokens: list[int], vocab: int) -> tuple[np.ndarray, np.ndarray]:
-    ids, counts = np.unique(np.array(tokens, dtype=np.int64), return_counts=True)
-    known = ids < vocab
-    return ids[known], counts[known]
+def _column(token: int, width: int, candidates: Candidates | None) -> int:
+    """Where a token's logit stands; -1: nowhere."""
+    if candidates is None:
+        return token if token < width else -1
+    return int(candidates.columns[token]) if token < len(candidates.columns) else -1
 
 
-def _gumbel_max(logits: np.ndarray, best: int, row: SampleRow) -> int:
-    """argmax over the ids that the filters leave of logit / T + Gumbel noise."""
+def _unique(tokens: list[int], width: int, candidates: Candidates | None) -> tuple[np.ndarray, np.ndarray]:
+    """The columns of all tokens that have one, and how often each occurs."""
+    columns, counts = np.unique(np.array(tokens, dtype=np.int64), return_counts=True)
+    known = columns < (width if candidates is None else len(candidates.columns))
+    columns, counts = columns[known], counts[known]
+    if candidates is not None:
+        columns = candidates.columns[columns]
+        columns, counts = columns[columns >= 0], counts[columns >= 0]
+    return columns, counts
+
+
+def _gumbel_max(logits: np.ndarray, best: int, row: SampleRow, ids: np.ndarray) -> int:
+    """argmax over the columns that the filters leave of logit / T + Gumbel noise of the column's id."""
     s = row.sampling
     scaled = (logits - logits[best]) / np.float32(s.temperature)  # at most 0, so a tiny T overflows to -inf only
     kept = _filtered(scaled, s)
     seed = s.seed or 0
     if kept is None:
-        noise = gumbel(seed, row.position, _all_ids(len(scaled)))
+        noise = gumbel(seed, row.position, ids)
         noise += scaled
         return int(noise.argmax())
-    noise = gumbel(seed, row.position, kept.astype(np.uint64))
+    noise = gumbel(seed, row.position, ids[kept])
     return int(kept[(noise + scaled[kept]).argmax()])
 
 
