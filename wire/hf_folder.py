@@ -9,9 +9,21 @@ import math
 from pathlib import Path
 from typing import Any
 
+import msgspec
 from msgspec import Struct
 
-from wire.model_spec import ModelError, ModelSpec, RopeSpec, TensorInfo, check_spec, one_line, scaled_context
+from wire.model_spec import (
+    MAX_LAYERS,
+    DeltaSpec,
+    ModelError,
+    ModelSpec,
+    RopeSpec,
+    TensorInfo,
+    check_spec,
+    one_line,
+    scaled_context,
+)
+from wire.mtp_head import hf_head
 from wire.safetensors_file import read_safetensors_folder
 from wire.tokenizer_data import TokenizerData, json_tokenizer
 
@@ -21,8 +33,13 @@ _ARCHITECTURES = {
     "MistralForCausalLM": "mistral",
     "Qwen2ForCausalLM": "qwen2",
     "Qwen3ForCausalLM": "qwen3",
+    "Qwen3_5ForCausalLM": "qwen35",
+    "Qwen3_5ForConditionalGeneration": "qwen35",
 }
-_DEFAULT_CONTEXT = {"llama": 2048, "mistral": 131072, "qwen2": 32768, "qwen3": 32768}
+_MODEL_TYPES = {"llama": "llama", "mistral": "mistral", "qwen2": "qwen2", "qwen3": "qwen3"}
+_MODEL_TYPES |= {"qwen3_5": "qwen35", "qwen3_5_text": "qwen35"}
+_DEFAULT_CONTEXT = {"llama": 2048, "mistral": 131072, "qwen2": 32768, "qwen3": 32768, "qwen35": 32768}
+_DEFAULT_HEAD_DIM = {"qwen3": 128, "qwen35": 256}
 
 
 class HfFolder(Struct):
@@ -66,9 +83,10 @@ class JsonFile:
 
 def read_hf_folder(path: Path) -> HfFolder:
     """The folder's metadata; ModelError for what cannot be served."""
-    config = _read_json(path / "config.json", required=True)
+    config = _text_part(_read_json(path / "config.json", required=True))
     spec = hf_spec(config)
-    tensors = read_safetensors_folder(path)
+    tensors = _text_tensors(read_safetensors_folder(path))
+    spec = check_spec(msgspec.structs.replace(spec, mtp=hf_head(tensors, str(path))), str(path))
     settings = _read_json(path / "tokenizer_config.json")
     generation = _read_json(path / "generation_config.json")
     tokenizer, special = _tokenizer(path, settings)
@@ -89,7 +107,7 @@ def read_hf_folder(path: Path) -> HfFolder:
 
 
 def hf_spec(config: JsonFile) -> ModelSpec:
-    """The model's shape from config.json, in its old and new spellings."""
+    """The model's shape from config.json, in its old and new spellings; whether it has a head is not said there."""
     family = _family(config)
     if config.get("quantization_config", dict, None):
         raise ModelError(f"{config.path}: quantised weights are not supported; take the original folder or a GGUF file")
@@ -98,16 +116,21 @@ def hf_spec(config: JsonFile) -> ModelSpec:
     hidden, heads = config.get("hidden_size", int), config.get("num_attention_heads", int)
     layers = config.get("num_hidden_layers", int)
     context = config.get("max_position_embeddings", int, _DEFAULT_CONTEXT[family])
-    _refuse_sliding_window(config, family, layers, context)
+    hybrid = family == "qwen35"
+    if hybrid:
+        _refuse_other_gates(config)
+    else:
+        _refuse_sliding_window(config, family, layers, context)
     rope = _rope(config, context)
     bias = family in ("llama", "qwen3") and config.get("attention_bias", bool, False)
+    head_dim = config.get("head_dim", int, _DEFAULT_HEAD_DIM.get(family, hidden // max(heads, 1)))
     spec = ModelSpec(
         arch="llama" if family == "mistral" else family,
         num_layers=layers,
         hidden=hidden,
         num_heads=heads,
-        num_kv_heads=config.get("num_key_value_heads", int, heads),
-        head_dim=config.get("head_dim", int, 128 if family == "qwen3" else hidden // max(heads, 1)),
+        num_kv_heads=config.get("num_key_value_heads", int, 4 if hybrid else heads),
+        head_dim=head_dim,
         intermediate=config.get("intermediate_size", int),
         vocab=config.get("vocab_size", int),
         rms_eps=config.real("rms_norm_eps", 1e-6),
@@ -115,9 +138,13 @@ def hf_spec(config: JsonFile) -> ModelSpec:
         tied=config.get("tie_word_embeddings", bool, False),
         qkv_bias=family == "qwen2" or bias,
         o_bias=bias,
-        qk_norm=family == "qwen3",
+        qk_norm=family in ("qwen3", "qwen35"),
         mlp_bias=family == "llama" and config.get("mlp_bias", bool, False),
         max_context=scaled_context(context, rope),
+        rotary_dim=_rotary_dim(config, head_dim, hybrid),
+        attn_gate=hybrid,
+        norm_offset=1.0 if hybrid else 0.0,
+        delta=_delta(config, layers) if hybrid else None,
     )
     return check_spec(spec, str(config.path))
 
@@ -128,10 +155,64 @@ def _family(config: JsonFile) -> str:
         if isinstance(name, str) and name in _ARCHITECTURES:
             return _ARCHITECTURES[name]
     model_type = config.get("model_type", str, "")
-    if not names and model_type in _ARCHITECTURES.values():
-        return model_type
+    if not names and model_type in _MODEL_TYPES:
+        return _MODEL_TYPES[model_type]
     found = ", ".join(map(str, names)) or model_type or "none"
     raise ModelError(f"{config.path}: unknown architecture {one_line(found)} (known: {', '.join(_ARCHITECTURES)})")
+
+
+def _text_part(config: JsonFile) -> JsonFile:
+    """The settings of the language model: of one that also sees, those in `text_config`, with what only the whole can say."""
+    text = config.part("text_config").values
+    whole = ("architectures", "tie_word_embeddings", "quantization_config", "eos_token_id")
+    if not text or _family(config) != "qwen35":
+        return config
+    return JsonFile(config.path, text | {key: config.values[key] for key in whole if config.values.get(key) is not None})
+
+
+def _text_tensors(tensors: dict[str, TensorInfo]) -> dict[str, TensorInfo]:
+    """The language model's tensors by the names that they have when it stands alone."""
+    return {
+        name.replace("model.language_model.", "model.", 1) if name.startswith("model.language_model.") else name: tensor
+        for name, tensor in tensors.items()
+        if not name.startswith("model.visual.")
+    }
+
+
+def _refuse_other_gates(config: JsonFile) -> None:
+    """Qwen3.5's switches that have one value in all its models."""
+    for key, kind, wanted in (
+        ("attention_bias", bool, False),
+        ("attn_output_gate", bool, True),
+        ("output_gate_type", str, "swish"),
+    ):
+        if (found := config.get(key, kind, wanted)) != wanted:
+            raise ModelError(f"{config.path}: {key} {one_line(repr(found))} is not supported, only {wanted!r}")
+
+
+def _delta(config: JsonFile, num_layers: int) -> DeltaSpec:
+    """The recurrent layers: by `layer_types`, or all but each `full_attention_interval`-th."""
+    if num_layers > MAX_LAYERS:
+        raise ModelError(f"{config.path}: {num_layers} layers are more than {MAX_LAYERS}")
+    kinds = config.get("layer_types", list, None)
+    if kinds is None:
+        every = config.get("full_attention_interval", int, 4)
+        if every < 1:
+            raise ModelError(f"{config.path}: full_attention_interval is {every}")
+        kinds = ["linear_attention" if (i + 1) % every else "full_attention" for i in range(num_layers)]
+    for kind in kinds:
+        if kind not in ("linear_attention", "full_attention"):
+            raise ModelError(f"{config.path}: layer type {one_line(repr(kind))} is not supported")
+    if len(kinds) != num_layers:
+        raise ModelError(f"{config.path}: {len(kinds)} layer_types for {num_layers} layers")
+    return DeltaSpec(
+        layers=tuple(i for i, kind in enumerate(kinds) if kind == "linear_attention"),
+        key_heads=config.get("linear_num_key_heads", int, 16),
+        value_heads=config.get("linear_num_value_heads", int, 32),
+        key_dim=config.get("linear_key_head_dim", int, 128),
+        value_dim=config.get("linear_value_head_dim", int, 128),
+        kernel=config.get("linear_conv_kernel_dim", int, 4),
+    )
 
 
 def _refuse_sliding_window(config: JsonFile, family: str, layers: int, context: int) -> None:
@@ -154,11 +235,8 @@ def _refuse_sliding_window(config: JsonFile, family: str, layers: int, context: 
 
 def _rope(config: JsonFile, context: int) -> RopeSpec:
     """`rope_parameters` (new) or `rope_theta` with `rope_scaling` (old); the kinds of transformers' modeling_rope_utils."""
-    new = config.part("rope_parameters")
-    rope = new if new.values else config.part("rope_scaling")
+    rope = _rope_part(config)
     theta = rope.real("rope_theta", config.real("rope_theta", 10000.0))
-    if (partial := rope.real("partial_rotary_factor", config.real("partial_rotary_factor", 1.0))) != 1.0:
-        raise ModelError(f"{config.path}: partial_rotary_factor {partial} is not supported")
     kind = rope.get("rope_type", str, rope.get("type", str, "default"))
     original = rope.get("original_max_position_embeddings", int, config.get("original_max_position_embeddings", int, context))
     match kind:
@@ -189,6 +267,22 @@ def _rope(config: JsonFile, context: int) -> RopeSpec:
             )
         case _:
             raise ModelError(f"{config.path}: unknown rope scaling {one_line(repr(kind))} (known: default, linear, llama3, yarn)")
+
+
+def _rope_part(config: JsonFile) -> JsonFile:
+    new = config.part("rope_parameters")
+    return new if new.values else config.part("rope_scaling")
+
+
+def _rotary_dim(config: JsonFile, head_dim: int, hybrid: bool) -> int:
+    """How many dimensions of a head are rotated; 0: all. Only Qwen3.5 leaves some out (a quarter is rotated)."""
+    default = config.real("partial_rotary_factor", 0.25 if hybrid else 1.0)
+    partial = _rope_part(config).real("partial_rotary_factor", default)
+    if partial == 1.0:
+        return 0
+    if not hybrid or not 0 < partial < 1 or int(head_dim * partial) < 2:
+        raise ModelError(f"{config.path}: partial_rotary_factor {partial} is not supported")
+    return int(head_dim * partial)
 
 
 def _attention_factor(rope: JsonFile, factor: float) -> float | None:

@@ -4,20 +4,25 @@ import importlib.util
 from pathlib import Path
 from typing import Literal
 
+import msgspec
 from msgspec import Struct
 
 from wire.gguf_file import GgufFile, can_dequantise, gguf_spec, read_gguf
 from wire.hf_folder import read_hf_folder
 from wire.model_spec import (
+    HEAD_PREFIX,
     ModelError,
     ModelSpec,
     RopeSpec,
     TensorInfo,
+    check_spec,
+    file_shape,
     layer_prefix,
     one_line,
     tensor_names,
     tensor_shapes,
 )
+from wire.mtp_head import check_draft_ids, hf_head, read_head
 from wire.tokenizer_data import TokenizerData, gguf_tokenizer
 
 __all__ = [
@@ -33,6 +38,8 @@ __all__ = [
 ]
 
 EMBEDDED = "smollm2"
+SHIPPED = Path(__file__).parent / "models"  # a folder for each model that is in the package, and for each head
+OWN = "bard"  # a folder of its own in SHIPPED
 _FLOATS = ("F32", "F16", "BF16")
 
 # Tokens that end an answer; they count if they are special in the vocabulary and the chat template writes them
@@ -42,7 +49,10 @@ _DOCUMENT_ENDS = ("<|endoftext|>", "<|end_of_text|>")
 
 
 class ModelFiles(Struct, frozen=True):
-    """A model on disk. `tensors`: name in the file -> place; `tensor_names(spec, kind)` maps the uniform names to these."""
+    """A model on disk. `tensors`: name in the file -> place; `names` maps the uniform names to these.
+
+    `head_kind`: the naming of the head's tensors if it is not `kind` (they lie in a file of their own).
+    """
 
     name: str
     path: str
@@ -55,10 +65,20 @@ class ModelFiles(Struct, frozen=True):
     bos_token: str = ""
     eos_token: str = ""
     add_bos: bool = False
+    head_kind: Literal["gguf", "hf", ""] = ""
+
+    @property
+    def names(self) -> dict[str, str]:
+        """Uniform name -> name in the file, for every tensor of the model."""
+        return tensor_names(self.spec, self.kind, self.head_kind)
+
+    def naming(self, name: str) -> str:
+        """The kind of file in which the tensor with this uniform name lies: "gguf" or "hf"."""
+        return self.head_kind if self.head_kind and name.startswith(HEAD_PREFIX) else self.kind
 
 
 def find_model(name: str) -> ModelFiles:
-    """The model `name`: "smollm2", a GGUF file, or a Hugging Face folder. ModelError is one line for the user."""
+    """The model `name`: "smollm2", "bard", a GGUF file, or a Hugging Face folder. ModelError is one line for the user."""
     path, short = _place(name)
     if path.is_dir():
         files = _hf_files(short, path)
@@ -66,33 +86,52 @@ def find_model(name: str) -> ModelFiles:
         files = _gguf_files(short, path)
     else:
         raise _no_such_model(name)
+    head = SHIPPED / f"{name}-mtp" / "mtp.safetensors"
+    if name == EMBEDDED and head.is_file():
+        files = with_head(files, head)
     check(files)
     return files
 
 
+def with_head(files: ModelFiles, path: Path) -> ModelFiles:
+    """The model with the head in a safetensors file beside it; `check` says whether it fits."""
+    tensors = read_head(path)
+    spec = check_spec(msgspec.structs.replace(files.spec, mtp=hf_head(tensors, str(path))), str(path))
+    return msgspec.structs.replace(files, spec=spec, tensors=files.tensors | tensors, head_kind="hf")
+
+
 def check(files: ModelFiles) -> None:
     """ModelError if a tensor is missing, has a wrong shape or an unreadable type, or if the layers hold one too many."""
-    names = tensor_names(files.spec, files.kind)
+    spec, names = files.spec, files.names
     readable: dict[str, bool] = {}
-    for uniform, shape in tensor_shapes(files.spec).items():
-        name = names[uniform]
+    for uniform, shape in tensor_shapes(spec).items():
+        name, kind = names[uniform], files.naming(uniform)
         tensor = files.tensors.get(name)
         if tensor is None:
-            raise ModelError(f"{files.path}: missing tensor {name}")
-        if tensor.shape != shape:
-            raise ModelError(f"{tensor.file}: tensor {name} has the shape {list(tensor.shape)}, expected {list(shape)}")
+            raise ModelError(f"{_head_file(files) if uniform.startswith(HEAD_PREFIX) else files.path}: missing tensor {name}")
+        wanted = file_shape(spec, uniform, kind, shape)
+        if tensor.shape != wanted:
+            raise ModelError(f"{tensor.file}: tensor {name} has the shape {list(tensor.shape)}, expected {list(wanted)}")
+        if uniform == "mtp.draft_ids":
+            check_draft_ids(tensor, name, spec.vocab)
+            continue
         if tensor.dtype not in readable:
-            readable[tensor.dtype] = tensor.dtype in _FLOATS or (files.kind == "gguf" and can_dequantise(tensor.dtype))
+            readable[tensor.dtype] = tensor.dtype in _FLOATS or (kind == "gguf" and can_dequantise(tensor.dtype))
         if not readable[tensor.dtype]:
             raise ModelError(f"{tensor.file}: tensor {name} has the type {tensor.dtype}, which cannot be read")
     _check_nothing_is_left(files, set(names.values()))
 
 
+def _head_file(files: ModelFiles) -> str:
+    """Where the head's tensors lie, for messages."""
+    return next((t.file for name, t in files.tensors.items() if name.startswith(HEAD_PREFIX)), files.path)
+
+
 def _check_nothing_is_left(files: ModelFiles, used: set[str]) -> None:
     """A tensor in a layer that nobody would read means another model than the metadata says: wrong text, not an error later."""
-    prefix = layer_prefix(files.kind)
+    prefixes = (layer_prefix(files.kind), HEAD_PREFIX)
     for name in sorted(files.tensors.keys() - used):
-        if name.startswith(prefix) and not name.endswith(("rotary_emb.inv_freq", "attn_rot_embd.weight")):
+        if name.startswith(prefixes) and not name.endswith(("rotary_emb.inv_freq", "attn_rot_embd.weight")):
             raise ModelError(f"{files.path}: tensor {one_line(name)} is no part of the {files.spec.arch} model in its metadata")
 
 
@@ -100,6 +139,10 @@ def _place(name: str) -> tuple[Path, str]:
     """(path, short name) of a model."""
     if name == EMBEDDED:
         return _embedded(), EMBEDDED
+    if name == OWN:
+        if not (SHIPPED / OWN / "config.json").is_file():
+            raise ModelError(f"model {OWN!r}: its files are not in this installation; tools/training makes them")
+        return SHIPPED / OWN, OWN
     try:
         path = Path(name).expanduser()
         real = path.resolve()
@@ -109,7 +152,9 @@ def _place(name: str) -> tuple[Path, str]:
 
 
 def _no_such_model(name: str) -> ModelError:
-    return ModelError(f"model {name[:200]!r}: no such file or folder (known: {EMBEDDED}, a .gguf file, a Hugging Face folder)")
+    return ModelError(
+        f"model {name[:200]!r}: no such file or folder (known: {EMBEDDED}, {OWN}, a .gguf file, a Hugging Face folder)"
+    )
 
 
 def _embedded() -> Path:

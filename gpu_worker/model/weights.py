@@ -1,6 +1,8 @@
 """Tensors of a model's files by uniform name: dequantised, or taken apart into small integers and scales.
 
-The rows of q and k in GGUF files of the llama architecture are stored for interleaved rotation; they come back in halves.
+What comes back is the same for all files: rows of q and k in halves (GGUF files of the llama architecture store them for
+interleaved rotation), value heads grouped by their key head (those of qwen35 store them tiled), queries and their gates
+apart, norms ready to multiply with, decays negative.
 """
 
 from collections.abc import Iterator
@@ -12,12 +14,14 @@ import torch
 from torch import Tensor
 
 from wire.model_files import ModelFiles
-from wire.model_spec import TensorInfo, tensor_names
+from wire.model_spec import DeltaSpec, TensorInfo, tensor_shapes
 
 GROUP = 32  # weights that share a scale
 PART_VALUES = 4 << 20  # of a tensor converted at once
 FOUR_BIT = ("Q4_0", "Q4_1", "Q4_K")
 _TORCH = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "F64": torch.float64}
+_TORCH |= {"I32": torch.int32, "I64": torch.int64}
+_NORMS = ("attn_norm", "mlp_norm", "q_norm", "k_norm", "norm", "embed_norm", "hidden_norm")  # those that may lack an offset
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +39,8 @@ class Weights:
     def __init__(self, files: ModelFiles) -> None:
         self._files = files
         self._spec = files.spec
-        self._names = tensor_names(files.spec, files.kind)
+        self._names = files.names
+        self._shapes = tensor_shapes(files.spec)
 
     def kind(self, name: str) -> str:
         """The type in the file: F32, BF16, Q4_1, ..."""
@@ -46,7 +51,7 @@ class Weights:
 
     def shape(self, name: str) -> tuple[int, ...]:
         """In torch order: a linear layer is [out, in]."""
-        return self._info(name).shape
+        return self._shapes[name]
 
     def dense(self, name: str, dtype: torch.dtype) -> Tensor:
         """The whole tensor in `dtype`, in memory of its own."""
@@ -57,21 +62,27 @@ class Weights:
 
     def parts(self, name: str, dtype: torch.dtype) -> Iterator[tuple[int, Tensor]]:
         """The tensor in `dtype`, some rows at a time: (first row, rows [..., K]). Bounds what a conversion holds at once."""
+        info, shape, columns = self._info(name), self.shape(name), self._column_order(name)
         for first, rows in self._rows(name):
-            yield first, _dense(rows, self._info(name), dtype)
+            values = _dense(rows, info).view(len(rows), *shape[1:])
+            if columns is not None:
+                values = values[:, torch.from_numpy(columns)]
+            yield first, self._changed(name, values).to(dtype)
 
     def is_four_bit(self, name: str) -> bool:
         """Whether the tensor has 4-bit quants of its own that `quants` can take apart."""
-        return self.kind(name) in FOUR_BIT and self.shape(name)[-1] % GROUP == 0
+        return self.kind(name) in FOUR_BIT and self._has_groups(name)
 
     def is_eight_bit(self, name: str) -> bool:
-        return self.kind(name) == "Q8_0"
+        return self.kind(name) == "Q8_0" and self._has_groups(name)
 
     def quants(self, name: str) -> Iterator[tuple[int, Quantised]]:
         """The tensor's own small integers, some rows at a time: (first row, rows)."""
         take_apart = {"Q4_0": _q4_0, "Q4_1": _q4_1, "Q4_K": _q4_k, "Q8_0": _q8_0}[self.kind(name)]
+        columns = self._column_order(name)
         for first, rows in self._rows(name):
-            yield first, take_apart(rows)
+            part = take_apart(rows)
+            yield first, part if columns is None else _columns(part, columns)
 
     def _info(self, name: str) -> TensorInfo:
         return self._files.tensors[self._names[name]]
@@ -81,27 +92,71 @@ class Weights:
         info = self._info(name)
         raw = np.memmap(info.file, dtype=np.uint8, mode="c", offset=info.offset, shape=(info.nbytes,)).reshape(info.shape[0], -1)
         order = self._row_order(name)
+        count = len(raw) if order is None else len(order)
         step = max(1, PART_VALUES // info.shape[-1])
-        for first in range(0, len(raw), step):
+        for first in range(0, count, step):
             yield first, raw[first : first + step] if order is None else raw[order[first : first + step]]
 
+    def _changed(self, name: str, values: Tensor) -> Tensor:
+        """What a file leaves to the reader: norms without their offset, decays as logarithms."""
+        part = name.rpartition(".")[2]
+        if part == "decay" and self._files.naming(name) == "hf":
+            return -values.float().exp()
+        if part in _NORMS and self._spec.norm_offset:
+            return values.float() + self._spec.norm_offset
+        return values
+
     def _row_order(self, name: str) -> np.ndarray | None:
-        """File row of each wanted row, for q and k of the llama architecture in GGUF; None: as they are."""
-        spec = self._spec
-        part = name.rpartition(".")[2].removesuffix("_bias")
-        if self._files.kind != "gguf" or spec.arch != "llama" or part not in ("q", "k"):
+        """File row of each wanted row; None: as they are."""
+        spec, part = self._spec, name.rpartition(".")[2].removesuffix("_bias")
+        if spec.attn_gate and part in ("q", "q_gate"):
+            rows = np.arange(2 * spec.num_heads * spec.head_dim).reshape(spec.num_heads, 2, spec.head_dim)
+            return rows[:, int(part == "q_gate")].reshape(-1)
+        if self._files.naming(name) != "gguf":
             return None
-        heads = spec.num_heads if part == "q" else spec.num_kv_heads
-        return np.arange(heads * spec.head_dim).reshape(heads, spec.head_dim // 2, 2).swapaxes(1, 2).reshape(-1)
+        if spec.arch == "llama" and part in ("q", "k"):
+            heads = spec.num_heads if part == "q" else spec.num_kv_heads
+            return np.arange(heads * spec.head_dim).reshape(heads, spec.head_dim // 2, 2).swapaxes(1, 2).reshape(-1)
+        delta = spec.delta
+        if delta is None or delta.value_heads == delta.key_heads:
+            return None
+        if part in ("in_z", "in_qkv", "conv"):
+            first = 0 if part == "in_z" else 2 * delta.key_width
+            return np.concatenate([np.arange(first), first + _untiled(delta, delta.value_dim)])
+        return _untiled(delta, 1) if name.endswith((".in_a", ".in_b", ".dt_bias", ".decay")) else None
+
+    def _column_order(self, name: str) -> np.ndarray | None:
+        """File column of each wanted column; None: as they are."""
+        delta = self._spec.delta
+        if delta is None or delta.value_heads == delta.key_heads or not name.endswith(".out"):
+            return None
+        return _untiled(delta, delta.value_dim) if self._files.naming(name) == "gguf" else None
+
+    def _has_groups(self, name: str) -> bool:
+        """Whether rows are whole groups, and stay so when their columns are put in order."""
+        moved = self._spec.delta.value_dim if self._spec.delta and self._column_order(name) is not None else 0
+        return self.shape(name)[-1] % GROUP == 0 and moved % GROUP == 0
 
 
-def _dense(rows: np.ndarray, info: TensorInfo, dtype: torch.dtype) -> Tensor:
-    """Rows of bytes -> rows of numbers."""
+def _untiled(delta: DeltaSpec, width: int) -> np.ndarray:
+    """File row of each row of the value heads, `width` rows each: the file has the heads tiled (first those that come first
+    behind each key head), here they are grouped by key head."""
+    heads = np.arange(delta.value_heads).reshape(-1, delta.key_heads).T.reshape(-1)
+    return (heads[:, None] * width + np.arange(width)).reshape(-1)
+
+
+def _columns(part: Quantised, order: np.ndarray) -> Quantised:
+    """The same with its columns in another order, in which groups stay whole."""
+    groups = order[::GROUP] // GROUP
+    minimum = None if part.minimum is None else np.ascontiguousarray(part.minimum[:, groups])
+    return Quantised(np.ascontiguousarray(part.quants[:, order]), np.ascontiguousarray(part.scale[:, groups]), minimum)
+
+
+def _dense(rows: np.ndarray, info: TensorInfo) -> Tensor:
+    """Rows of bytes -> numbers in the file's precision (dequantised: float32)."""
     if info.dtype in _TORCH:
-        values = torch.from_numpy(np.ascontiguousarray(rows)).view(-1).view(_TORCH[info.dtype])
-    else:
-        values = torch.from_numpy(gguf.quants.dequantize(rows, gguf.GGMLQuantizationType[info.dtype]))
-    return values.view(len(rows), *info.shape[1:]).to(dtype)
+        return torch.from_numpy(np.ascontiguousarray(rows)).view(-1).view(_TORCH[info.dtype])
+    return torch.from_numpy(gguf.quants.dequantize(rows, gguf.GGMLQuantizationType[info.dtype]))
 
 
 def _half(two_bytes: np.ndarray) -> np.ndarray:
