@@ -33,6 +33,7 @@ def draw_case(seed: int) -> Case:
     """The schedule of this seed."""
     rng = random.Random(seed)
     limits = _limits(rng)
+    recurrent = limits.state_slots is not None
     crashes = rng.random() < 0.5
     return Case(
         seed=seed,
@@ -47,7 +48,9 @@ def draw_case(seed: int) -> Case:
         cancels=rng.choice([0.0, 0.0, 0.003, 0.02]),
         holds=rng.choice([0.0, 0.0, 0.02]),
         corrupt_loads=rng.choice([0.0, 0.0, 0.1]),
-        lost_steps=rng.choice([0.0, 0.0, 0.02]),
+        # A step that was run cannot be fed again where the device has gone on: a recurrent state has taken its tokens in, and a
+        # head would start from the hidden row of a later cell. The worker never loses one: a step that fails ends the process.
+        lost_steps=0.0 if recurrent or limits.draft_max else rng.choice([0.0, 0.0, 0.02]),
         late_events=rng.choice([0.0, 0.5]),
     )
 
@@ -56,10 +59,12 @@ def _limits(rng: random.Random) -> Limits:
     block_size = rng.choice([1, 2, 4, 4, 4, 8])
     num_blocks = rng.randint(40, 120) // block_size
     pool = num_blocks * block_size
+    slots = rng.choice([1, 2, 3, 4, 6, 8])
+    recurrent = rng.random() < 0.35
     return Limits(
         num_blocks=num_blocks,
         block_size=block_size,
-        slots=rng.choice([1, 2, 3, 4, 6, 8]),
+        slots=slots,
         step_tokens=rng.choice([4, 8, 64]),
         max_context=rng.choice([pool, pool, 10 * pool, pool // 2]),
         high=rng.choice([70, 94, 94, 100]),
@@ -67,8 +72,11 @@ def _limits(rng: random.Random) -> Limits:
         policy="off" if rng.random() < 0.05 else "watermark",
         resume_order=rng.choice(["most-parked", "head"]),
         park_every=rng.choice([0, 0, 0, 0, 0, 3, 7]),
-        reuse=rng.random() < 0.75,
-        draft_max=rng.choice([0, 0, 1, 3]),
+        reuse=not recurrent and rng.random() < 0.75,
+        draft_max=rng.choice([0, 0, 1, 3, 8]),
+        draft_rows=rng.choice([1, 6, 64]),
+        draft_cost=rng.choice([(0,), (20,), (20, 40, 60), (80,)]),
+        state_slots=rng.choice([1, slots, slots + 1, slots + 2]) if recurrent else None,
         eos_token_ids=(rng.randrange(VOCAB),),
         save=rng.random() < 0.85,
     )

@@ -42,6 +42,20 @@ def check(scheduler: Scheduler, cache: HostCache) -> None:
     assert states[State.WAITING] == len(book.waiting), "the book of waiting is wrong"
     assert states[State.RUNNING] + states[State.RESUMING] <= scheduler.limits.slots, "more run than there are slots"
     assert cache.used_bytes <= cache.budget_bytes, "the host cache is over its budget"
+    check_states(scheduler)
+
+
+def check_states(scheduler: Scheduler) -> None:
+    """Each sequence on the device has a state slot of its own, and no other sequence has one."""
+    state_slots = scheduler.limits.state_slots
+    taken: dict[int, str] = {}
+    for request_id, seq in scheduler.sequences.items():
+        if state_slots is None or seq.state in (State.WAITING, State.PARKED):
+            assert seq.state_slot == -1, f"{request_id} is {seq.state.value} and holds state slot {seq.state_slot}"
+            continue
+        assert 0 <= seq.state_slot < state_slots, f"{request_id} is {seq.state.value} in state slot {seq.state_slot}"
+        assert seq.state_slot not in taken, f"{request_id} and {taken[seq.state_slot]} share a state slot"
+        taken[seq.state_slot] = request_id
 
 
 class Before(Struct, frozen=True):
@@ -69,6 +83,7 @@ def check_plan(scheduler: Scheduler, plan: Plan, before: Before) -> None:
     book = scheduler.book
     fed = {row.request_id for row in plan.rows}
     assert len(fed) == len(plan.rows), "a sequence has two rows"
+    check_rows(scheduler, plan)
     if before.protected is not None:
         assert before.protected.pressure_parks == before.protected_parks, "the protected sequence was parked by pressure"
     # a lone one may have grown beyond HIGH while another's image was copied in: nobody is parked before somebody grows again
@@ -84,6 +99,24 @@ def check_plan(scheduler: Scheduler, plan: Plan, before: Before) -> None:
             assert not ahead, f"{seq.request_id} was let in while {ahead} are parked"
         if preemption.exhausted(seq):
             assert not book.resuming and len(book.running) == 1, f"{seq.request_id} is exhausted and not alone"
+
+
+def check_rows(scheduler: Scheduler, plan: Plan) -> None:
+    """AssertionError if a step feeds more than it may, or guesses where nothing could come of it."""
+    limits = scheduler.limits
+    total = sum(row.count + row.draft for row in plan.rows)
+    assert total <= limits.step_budget, f"the step feeds {total} tokens"
+    decodes = [row for row in plan.rows if row.count == 1 and row.samples]
+    if any(row.draft for row in decodes):
+        with_guesses = sum(1 + row.draft for row in decodes)
+        assert with_guesses <= limits.draft_rows, f"decodes and guesses are {with_guesses} rows"
+    for row in plan.rows:
+        seq = scheduler.sequences[row.request_id]
+        assert row.state_slot == seq.state_slot, f"{row.request_id} runs on the state of another"
+        end = len(row.tokens) + row.draft
+        if row.draft:
+            assert row.draft <= limits.draft_max and end < seq.end_len, f"{row.request_id} guesses beyond its last token"
+            assert not row.banned or end < seq.min_len, f"{row.request_id} guesses across the end of min_tokens"
 
 
 def check_report(scheduler: Scheduler) -> None:

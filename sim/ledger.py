@@ -54,7 +54,7 @@ class Stream(Struct):
         assert prompt_len + 1 <= limits.sequence_cells, f"{name} ran though it cannot fit"
         ends = frozenset(generate.stop_token_ids) | (frozenset() if generate.ignore_eos else frozenset(limits.eos_token_ids))
         limit = min(generate.max_tokens, limits.sequence_cells - prompt_len)
-        reference = Reference(generate.prompt_token_ids, limit, ends, generate.min_tokens)
+        reference = Reference(generate.prompt_token_ids, limit, ends, generate.min_tokens, limits.state_slots is not None)
         usage = finish.usage
         assert usage.prompt_tokens == prompt_len and usage.completion_tokens == len(self.delivered), f"{name}: {usage}"
         assert usage.cached_tokens < prompt_len, f"{name} found its whole prompt: {usage}"

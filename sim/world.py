@@ -10,6 +10,7 @@ from gpu_worker.policy.events import Action, Event, Plan, StepDone, Submitted
 from gpu_worker.policy.scheduler import Scheduler
 from sim.case import Case
 from sim.device import Device
+from sim.drafts import Drafts
 from sim.hostcache import HostCache
 from sim.invariants import before_plan, check, check_plan, check_report
 from sim.ledger import Stream
@@ -26,7 +27,7 @@ class World:
         self.case = case
         self.rng = random.Random(case.seed + 1)
         self.tick = 0
-        self.cache = HostCache(case.budget_bytes, case.limits.block_size)
+        self.cache = HostCache(case.budget_bytes, case.limits.block_size, case.limits.state_slots is not None)
         self.streams: dict[str, Stream] = {}
         self.arrivals = list(reversed(case.arrivals))
         self.counts: Counter[str] = Counter()
@@ -42,7 +43,8 @@ class World:
         """A new life of the worker: an empty pool, poisoned memory, nothing on its way."""
         limits = self.case.limits
         self.scheduler = Scheduler(limits)
-        self.device = Device(limits.num_blocks, limits.block_size, limits.draft_max, self.rng)
+        self.device = Device(limits.num_blocks, limits.block_size, limits.draft_max, self.rng, limits.state_slots)
+        self._drafts = Drafts(limits.draft_max)
         self._inbox: list[tuple[int, Event]] = []  # (due tick, event)
         self._saves: dict[str, events.Save] = {}
         self._loads: dict[str, events.Load] = {}
@@ -90,8 +92,6 @@ class World:
         self._act(plan)
         if not plan.rows:
             return
-        fed = sum(row.count + len(row.draft) for row in plan.rows)
-        assert fed <= self.scheduler.limits.step_budget, f"the step feeds {fed} tokens"
         results = []
         for row in plan.rows:
             self._check_writes(row)
@@ -109,17 +109,26 @@ class World:
             self._stale_step = done  # comes after the next plan, when nobody wants it any more
             self.counts["lost steps"] += 1
         else:
+            going_on = {request_id for request_id, seq in self.scheduler.sequences.items() if not seq.cancelled}
             self._handle(done)
+            self._drafts.count(plan.rows, results, going_on, self.scheduler.book.actions)
+            self._drafts.check(self.scheduler)
+            self.counts["rows with guesses"] += sum(1 for row in plan.rows if row.draft)
+            self.counts["refused guesses"] += sum(
+                1 + row.draft - len(res.tokens) for row, res in zip(plan.rows, results) if row.draft
+            )
             check_report(self.scheduler)
 
     def _check_writes(self, row: events.Row) -> None:
-        """A row may only write into blocks that are its own alone and that no copy touches."""
+        """A row may only write into blocks that are its own alone and that no copy touches, and the same for its state."""
         pool = self.scheduler.book.pool
         copied = {block for copy in (*self._saves.values(), *self._loads.values()) for block in copy.blocks}
         size = pool.block_size
-        for index in range(row.start // size, -(-(row.start + row.count + len(row.draft)) // size)):
+        for index in range(row.start // size, -(-(row.start + row.count + row.draft) // size)):
             assert pool.refs(row.blocks[index]) == 1, f"{row.request_id} writes into a shared block"
             assert row.blocks[index] not in copied, f"{row.request_id} writes into a block under a copy"
+        states = {copy.state_slot for copy in (*self._saves.values(), *self._loads.values())}
+        assert row.state_slot == -1 or row.state_slot not in states, f"{row.request_id} writes into a state under a copy"
 
     # actions out ----------------------------------------------------------------------------------------------------------
     def _act(self, plan: Plan) -> None:
@@ -135,11 +144,13 @@ class World:
                 self._saves[request_id] = action
                 self._later(events.Saved(request_id, True), self.case.copy_delay)
                 self.counts["saves"] += 1
+                self.counts["states saved"] += action.state_slot >= 0
             case events.Load(request_id):
                 self.cache.load_half(action, self.device, first=True)
                 self._loads[request_id] = action
                 self._later(events.Loaded(request_id, True), self.case.copy_delay)
                 self.counts["loads"] += 1
+                self.counts["states loaded"] += action.state_slot >= 0
             case events.ReleaseLease(lease):
                 self.cache.release(lease)
             case events.Emit(request_id):

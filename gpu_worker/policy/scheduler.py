@@ -375,6 +375,7 @@ class Scheduler:
             elif self.limits.policy == "off":
                 book.finish(seq, "error", now, self._full(seq), "kv_cache_full")
             else:
+                seq.draft = 0
                 stalled.append(seq)
         return stalled
 
