@@ -1,6 +1,7 @@
 """Writes tiny random models for tests: Hugging Face folders and GGUF files, with a byte-level tokenizer and a chat template.
 
 The same options and seed give the same model in both formats (GGUF's rows of q and k are permuted as its converter does).
+Arch "qwen35" is a hybrid, `mtp=True` adds a head: both are in tests/make_hybrids.py.
 """
 
 import json
@@ -9,6 +10,8 @@ from typing import Any
 
 import gguf
 import numpy as np
+
+from tests import make_hybrids
 
 CHAT_TEMPLATE = (
     "{% for message in messages %}"
@@ -19,6 +22,8 @@ CHAT_TEMPLATE = (
 SPECIALS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")  # ids 0, 1, 2
 _MERGES = "Ġ t|h e|Ġ a|i n|r e|Ġt he|o n|e r|Ġ s|a t|Ġ w|o u|n d|Ġ b|i s|e n|Ġ o|Ġ c|l l|Ġ f|in g|Ġa nd|Ġ of|o f|Ġ Ġ|Ċ Ċ|Ã ©"
 _ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+_ARCHITECTURES |= {"qwen35": "Qwen3_5ForCausalLM"}
+_SIZE: dict[str, Any] = {"layers": 2, "hidden": 64, "heads": 4, "kv_heads": 2, "head_dim": 16, "intermediate": 96, "tied": True}
 
 
 def byte_letters() -> list[str]:
@@ -92,8 +97,14 @@ def random_weights(
     attention_bias: bool = False,
     mlp_bias: bool = False,
     seed: int = 0,
+    mtp: bool = False,
+    draft_ids: list[int] | None = None,
+    **hybrid: int,
 ) -> dict[str, np.ndarray]:
-    """Hugging Face name -> f32 array, scaled so that logits spread. attention_bias means all four for llama and qwen3."""
+    """Hugging Face name -> f32 array, scaled so that logits spread. attention_bias means all four for llama and qwen3.
+
+    `mtp` adds a head (which drafts only `draft_ids`, if given); `hybrid` are fields of make_hybrids.Recurrent, for qwen35.
+    """
     rng = np.random.default_rng(seed)
 
     def linear(*shape: int) -> np.ndarray:
@@ -123,6 +134,11 @@ def random_weights(
             if mlp_bias:
                 layer[f"mlp.{name}_proj.bias"] = around(0, shape[0])
         found |= {f"model.layers.{i}.{name}": array for name, array in layer.items()}
+    size = make_hybrids.Size(hidden, heads, kv_heads, head_dim, intermediate)
+    if arch == "qwen35":
+        make_hybrids.make_hybrid(found, layers, size, make_hybrids.Recurrent(**hybrid), seed)
+    if mtp:
+        found |= make_hybrids.head_weights(found, arch, size, draft_ids, seed)
     return found
 
 
@@ -145,16 +161,7 @@ def write_hf(
     `options` go to `random_weights`."""
     path.mkdir(parents=True, exist_ok=True)
     weights = random_weights(arch, **options)
-    size = {
-        "layers": 2,
-        "hidden": 64,
-        "heads": 4,
-        "kv_heads": 2,
-        "head_dim": 16,
-        "intermediate": 96,
-        "vocab": VOCAB,
-        "tied": True,
-    } | options
+    size = _SIZE | {"vocab": VOCAB} | options
     values: dict[str, Any] = {
         "architectures": [_ARCHITECTURES[arch]],
         "model_type": arch,
@@ -179,6 +186,8 @@ def write_hf(
         values["rope_parameters"] = {"rope_theta": 10000.0, "rope_type": "default"} | (rope or {})
     else:
         values |= {"rope_theta": 10000.0, "rope_scaling": rope}
+    if arch == "qwen35":
+        values |= make_hybrids.hf_config(options)
     values |= config or {}
     _write_json(path / "config.json", {key: value for key, value in values.items() if value is not None})
     _write_json(path / "generation_config.json", {"bos_token_id": 1, "eos_token_id": [2, 0]})
@@ -205,12 +214,13 @@ def write_hf(
 
 
 def write_safetensors(path: Path, tensors: dict[str, np.ndarray], dtype: str = "F32") -> None:
-    """f32 arrays as one safetensors file of type F32, F16 or BF16."""
+    """f32 arrays as one safetensors file of type F32, F16 or BF16; int32 arrays stay so."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     parts, at = [], 0
     for name, array in tensors.items():
-        data = _as_bytes(array, dtype)
-        header[name] = {"dtype": dtype, "shape": list(array.shape), "data_offsets": [at, at + len(data)]}
+        integers = array.dtype == np.int32
+        data = array.tobytes() if integers else _as_bytes(array, dtype)
+        header[name] = {"dtype": "I32" if integers else dtype, "shape": list(array.shape), "data_offsets": [at, at + len(data)]}
         parts.append(data)
         at += len(data)
     text = json.dumps(header).encode()
@@ -238,7 +248,7 @@ def write_gguf(
     96 x 256 of a type; `options` go to `random_weights`.
     """
     weights = random_weights(arch, **options)
-    size = {"layers": 2, "hidden": 64, "heads": 4, "kv_heads": 2, "head_dim": 16, "intermediate": 96} | options
+    size = _SIZE | options
     tokens, merges = tiny_vocabulary()
     values: dict[str, Any] = {
         f"{arch}.block_count": size["layers"],
@@ -261,6 +271,9 @@ def write_gguf(
         "tokenizer.ggml.add_bos_token": False,
         "tokenizer.chat_template": chat_template,
     }
+    if arch == "qwen35":
+        values |= make_hybrids.gguf_metadata(options)
+        weights = make_hybrids.gguf_weights(weights, options)
     values |= metadata or {}
     writer = gguf.GGUFWriter(path, values.pop("general.architecture", arch))
     for key, value in values.items():
@@ -268,7 +281,7 @@ def write_gguf(
     if rope_freqs is not None:
         writer.add_tensor("rope_freqs.weight", np.array(rope_freqs, np.float32))
     for name, array in weights.items():
-        short = _gguf_name(name)
+        short = name if arch == "qwen35" else _gguf_name(name)
         if short in drop:
             continue
         if arch == "llama" and "self_attn.q_proj" in name:

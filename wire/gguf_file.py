@@ -8,6 +8,7 @@ ggml/docs/gguf.md; block sizes and dequantisation come from the gguf package.
 import mmap
 import re
 import struct
+from collections.abc import Callable
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -17,9 +18,20 @@ from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 from gguf.quants import dequantize
 from msgspec import Struct
 
-from wire.model_spec import ModelError, ModelSpec, RopeSpec, TensorInfo, check_spec, one_line, scaled_context
+from wire.model_spec import (
+    MAX_LAYERS,
+    DeltaSpec,
+    ModelError,
+    ModelSpec,
+    RopeSpec,
+    TensorInfo,
+    check_spec,
+    one_line,
+    scaled_context,
+)
+from wire.mtp_head import gguf_head
 
-ARCHITECTURES = ("llama", "qwen2", "qwen3")
+ARCHITECTURES = ("llama", "qwen2", "qwen3", "qwen35")
 
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9
@@ -96,12 +108,18 @@ def gguf_spec(file: GgufFile) -> ModelSpec:
         raise ModelError(f"{file.path}: missing tensor token_embd.weight")
     head_dim = number("attention.key_length", hidden // max(heads, 1))
     context = number("context_length")
+    hybrid = arch == "qwen35"
+    rotary = number("rope.dimension_count", head_dim) if hybrid else head_dim
     _refuse_what_changes_the_model(file, arch, head_dim, context)
-    rope = _rope(file, arch, head_dim, context)
+    rope = _rope(file, arch, rotary, context)
+    heads_more = number("nextn_predict_layers", 0) if hybrid else 0
+    if heads_more not in (0, 1):
+        raise ModelError(f"{file.path}: {arch}.nextn_predict_layers is {heads_more}, only 0 and 1 are supported")
+    layers = number("block_count") - heads_more
     first = {name.removeprefix("blk.0.") for name in file.tensors if name.startswith("blk.0.")}
     spec = ModelSpec(
         arch=arch,
-        num_layers=number("block_count"),
+        num_layers=layers,
         hidden=hidden,
         num_heads=heads,
         num_kv_heads=number("attention.head_count_kv", heads),
@@ -113,17 +131,39 @@ def gguf_spec(file: GgufFile) -> ModelSpec:
         tied="output.weight" not in file.tensors,
         qkv_bias=arch == "qwen2" or "attn_q.bias" in first,
         o_bias="attn_output.bias" in first,
-        qk_norm=arch == "qwen3",
+        qk_norm=arch in ("qwen3", "qwen35"),
         mlp_bias="ffn_up.bias" in first,
         max_context=scaled_context(context, rope),
+        rotary_dim=0 if rotary == head_dim else rotary,
+        attn_gate=hybrid,
+        delta=_delta(file, arch, layers, number) if hybrid else None,
+        mtp=gguf_head(file.tensors, layers, file.path) if heads_more else None,
     )
     return check_spec(spec, file.path)
+
+
+def _delta(file: GgufFile, arch: str, num_layers: int, number: Callable[..., int]) -> DeltaSpec:
+    """The recurrent layers: all but each `full_attention_interval`-th."""
+    every, value_heads, inner = number("full_attention_interval", 4), number("ssm.time_step_rank"), number("ssm.inner_size")
+    if num_layers > MAX_LAYERS or every < 1 or value_heads < 1 or inner % value_heads:
+        sizes = f"full_attention_interval {every}, ssm.time_step_rank {value_heads}, ssm.inner_size {inner}"
+        raise ModelError(f"{file.path}: {num_layers} layers with {sizes} make no model")
+    return DeltaSpec(
+        layers=tuple(i for i in range(num_layers) if (i + 1) % every),
+        key_heads=number("ssm.group_count"),
+        value_heads=value_heads,
+        key_dim=number("ssm.state_size"),
+        value_dim=inner // value_heads,
+        kernel=number("ssm.conv_kernel"),
+    )
 
 
 def _refuse_what_changes_the_model(file: GgufFile, arch: str, head_dim: int, context: int) -> None:
     """ModelError for metadata that asks for arithmetic which ModelSpec cannot express."""
     where = file.path
-    same = {"attention.value_length": head_dim, "rope.dimension_count": head_dim, "expert_count": 0, "attention.causal": True}
+    same = {"attention.value_length": head_dim, "expert_count": 0, "attention.causal": True}
+    if arch != "qwen35":
+        same |= {"rope.dimension_count": head_dim}
     for key, wanted in same.items():
         if (found := file.get(f"{arch}.{key}", (int, bool), wanted)) != wanted:
             raise ModelError(f"{where}: {arch}.{key} is {found}, only {wanted} is supported")
