@@ -23,7 +23,7 @@ class ConfigError(ValueError):
 class Config(Struct, frozen=True, forbid_unknown_fields=True):
     """The settings. The description of a field is its help text; a field named `no_...` is a bare flag."""
 
-    model: Annotated[str, Meta(description="smollm2, a GGUF file, or a Hugging Face folder")] = "smollm2"
+    model: Annotated[str, Meta(description="smollm2, bard, a GGUF file, or a Hugging Face folder")] = "smollm2"
     ctx: Annotated[int, Meta(ge=16, le=2**31, description="cells of the pool that all sequences share")] = 8192
     slots: Annotated[int, Meta(ge=1, le=4096, description="how many sequences may run at once")] = 8
     policy: Annotated[Literal["watermark", "off"], Meta(description="who is parked when (off: requests fail)")] = "watermark"
@@ -37,6 +37,7 @@ class Config(Struct, frozen=True, forbid_unknown_fields=True):
     no_reuse: Annotated[bool, Meta(description="never find computed blocks again by the hash of their tokens")] = False
     exact: Annotated[Literal["on", "off"], Meta(description="streams equal their solo run byte for byte")] = "on"
     max_queued: Annotated[int, Meta(ge=0, description="requests that may wait before new ones get 429")] = 256
+    draft: Annotated[str, Meta(description="tokens the model's head drafts a step, 0 to 8 (auto: 2 where that pays)")] = "auto"
     device: Annotated[str, Meta(description="auto, cpu, or a comma list with one worker each, e.g. cpu,cpu")] = "auto"
     dtype: Annotated[Literal["auto", "bf16", "f32"], Meta(description="auto: 4-bit weights stay so, others are bf16")] = "auto"
     step_tokens: Annotated[int, Meta(ge=1, le=65536, description="tokens one step may feed: a prefill chunk")] = 256
@@ -47,6 +48,7 @@ class Config(Struct, frozen=True, forbid_unknown_fields=True):
     api_key_file: Annotated[str, Meta(description="file with one API key a line; without it no key is asked for")] = ""
 
 
+DRAFT_MOST = 8
 FIELDS = msgspec.structs.fields(Config)
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*(?:([kmgt])(i?)b?|b?)\s*", re.IGNORECASE)
 
@@ -91,6 +93,15 @@ def size_bytes(text: str) -> int:
     return int(float(number) * unit)
 
 
+def draft_length(text: str) -> int | None:
+    """Tokens to draft, 0 to 8, or None for "auto"; ConfigError for anything else."""
+    if text == "auto":
+        return None
+    if len(text) != 1 or text not in "012345678":
+        raise ConfigError(f"--draft {text!r} must be auto or a number from 0 to {DRAFT_MOST}")
+    return int(text)
+
+
 def devices(text: str) -> tuple[str, ...]:
     """The devices of `--device`, one for each worker: `cpu,cpu` is two. ConfigError for one that does not exist."""
     names = tuple("cpu" if part.strip() == "auto" else part.strip() for part in text.split(","))
@@ -112,6 +123,8 @@ def load(
     values |= {f.name: environ[env_name(f.name)] for f in FIELDS if env_name(f.name) in environ}
     values |= {name: value for name, value in (flags or {}).items() if value is not None}
     hints = get_type_hints(Config, include_extras=True)
+    if isinstance(draft := values.get("draft"), int) and not isinstance(draft, bool):
+        values["draft"] = str(draft)  # in a file, a number is as good
     for name, value in values.items():
         try:
             values[name] = msgspec.convert(value, hints[name], strict=False)
@@ -125,6 +138,7 @@ def load(
             size_bytes(config.park_ram)
         except ConfigError as error:
             raise ConfigError(f"--park-ram {error}") from None
+    draft_length(config.draft)
     devices(config.device)
     return config
 

@@ -40,6 +40,8 @@ __all__ = [
 EMBEDDED = "smollm2"
 SHIPPED = Path(__file__).parent / "models"  # a folder for each model that is in the package, and for each head
 OWN = "bard"  # a folder of its own in SHIPPED
+# Tensors in a layer that may be there unread: they follow from the metadata, or are the head's copies of the trunk's own
+_UNREAD = ("rotary_emb.inv_freq", "attn_rot_embd.weight", "nextn.embed_tokens.weight", "nextn.shared_head_head.weight")
 _FLOATS = ("F32", "F16", "BF16")
 
 # Tokens that end an answer; they count if they are special in the vocabulary and the chat template writes them
@@ -131,7 +133,7 @@ def _check_nothing_is_left(files: ModelFiles, used: set[str]) -> None:
     """A tensor in a layer that nobody would read means another model than the metadata says: wrong text, not an error later."""
     prefixes = (layer_prefix(files.kind), HEAD_PREFIX)
     for name in sorted(files.tensors.keys() - used):
-        if name.startswith(prefixes) and not name.endswith(("rotary_emb.inv_freq", "attn_rot_embd.weight")):
+        if name.startswith(prefixes) and not name.endswith(_UNREAD):
             raise ModelError(f"{files.path}: tensor {one_line(name)} is no part of the {files.spec.arch} model in its metadata")
 
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from wire.config import FIELDS, Config, ConfigError, as_environ, devices, env_name, flag_name, load, size_bytes
+from wire.config import FIELDS, Config, ConfigError, as_environ, devices, draft_length, env_name, flag_name, load, size_bytes
 
 
 def test_flag_wins_over_environment_over_file_over_default(tmp_path: Path) -> None:
@@ -22,7 +22,8 @@ def test_the_file_may_be_named_by_the_environment(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "config", [Config(), Config(no_reuse=True, ctx=64, drain_s=0.5, park_ram="0", model="a b=c", device="cpu,cpu", exact="off")]
+    "config",
+    [Config(), Config(no_reuse=True, ctx=64, drain_s=0.5, park_ram="0", model="a b=c", device="cpu,cpu", exact="off", draft="3")],
 )
 def test_children_get_the_same_settings_through_the_environment(config: Config) -> None:
     assert load({}, None, as_environ(config)) == config
@@ -39,6 +40,11 @@ def test_children_get_the_same_settings_through_the_environment(config: Config) 
         ({"park_ram": "-1"}, "--park-ram '-1'"),
         ({"device": "cuda"}, "--device cuda: CUDA comes later"),
         ({"device": "cpu,tpu"}, "--device 'tpu'"),
+        ({"draft": "9"}, "--draft '9' must be auto or a number from 0 to 8"),
+        ({"draft": "-1"}, "--draft '-1'"),
+        ({"draft": ""}, "--draft ''"),
+        ({"draft": "two"}, "--draft 'two'"),
+        ({"draft": "\u0662"}, "--draft"),
         ({"port": "70000"}, "--port '70000'"),
         ({"drain_s": "nan"}, "--drain-s 'nan'"),
     ],
@@ -82,9 +88,19 @@ def test_devices() -> None:
     assert devices("cpu, cpu") == ("cpu", "cpu")
 
 
+def test_draft(tmp_path: Path) -> None:
+    assert [draft_length(text) for text in ("auto", "0", "8")] == [None, 0, 8]
+    file = tmp_path / "config.toml"
+    file.write_text("draft = 3\n")
+    assert load({}, str(file), {}).draft == "3"
+    file.write_text("draft = true\n")
+    with pytest.raises(ConfigError, match="--draft True"):
+        load({}, str(file), {})
+
+
 def test_the_names_that_others_script_against() -> None:
     wanted = (
-        "model ctx slots policy high low park-ram resume-order park-every no-reuse exact max-queued device dtype host port "
+        "model ctx slots policy high low park-ram resume-order park-every no-reuse exact max-queued draft device dtype host port "
         "run-dir drain-s api-key-file"
     )
     flags = {flag_name(field.name) for field in FIELDS}
