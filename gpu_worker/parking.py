@@ -9,14 +9,12 @@ and that the scheduler knows.
 
 import logging
 from collections import deque
-from collections.abc import Callable, Generator
-from dataclasses import dataclass, field
-from typing import Protocol
+from collections.abc import Callable
+from dataclasses import dataclass
 
-import numpy as np
-
-from gpu_worker.device.copies import image_checksum, load_block, save_block, tag_seed
+from gpu_worker.device.copies import image_checksum
 from gpu_worker.hostcache_socket import HostCacheGone, HostCacheSocket, fitting
+from gpu_worker.image import BlockStore, Copy, Image, Pieces
 from gpu_worker.policy.events import (
     Event,
     HostCacheLost,
@@ -40,14 +38,6 @@ RETURN_S = 5.0  # how long images wait for a stored arena to come back with its 
 log = logging.getLogger("parkade")
 
 
-class BlockStore(Protocol):
-    """What is needed of the pool: `block(i)` is uint8 [block_bytes], a view of the bytes of block i."""
-
-    block_bytes: int
-
-    def block(self, i: int) -> np.ndarray: ...
-
-
 @dataclass
 class Ask:
     """A Reserve without an answer so far."""
@@ -56,41 +46,14 @@ class Ask:
     deadline: float
 
 
-@dataclass
-class Image:
-    """A lease, and once it is saved what is known of the bytes in it."""
-
-    number: int  # the host cache's
-    extents: list[tuple[int, int]]
-    offsets: list[int]  # in the arena, of each block
-    position: int = 0
-    checksums: list[int] = field(default_factory=list)
-    committed: bool = False
-    copies: int = 0  # under way
-    released: bool = False  # by the scheduler while a copy was under way: given back when that ends
-
-
-@dataclass
-class Copy:
-    """A Save or Load under way. `pieces` yields the bytes of each piece and returns whether all is well."""
-
-    action: Save | Load
-    image: Image
-    pieces: Generator[int, None, bool]
-
-    def ended(self, ok: bool) -> Event:
-        """The event that the scheduler waits for."""
-        return (Saved if isinstance(self.action, Save) else Loaded)(request_id=self.action.request_id, ok=ok)
-
-
 class Parking:
     """Owns the connection, the mapping of the arena, the leases of this worker and the copies under way."""
 
     def __init__(self, kv: BlockStore, path: str, worker_identity: str, clock: Callable[[], float]) -> None:
         """`path`: the host cache's socket, which need not exist; `worker_identity`: name-pid-boot; `clock`: monotonic seconds."""
-        self._kv = kv
+        self._pieces = Pieces(kv, worker_identity)
         self._identity = worker_identity
-        self.unit_bytes = -(-kv.block_bytes // arena.PAGE_BYTES) * arena.PAGE_BYTES
+        self.unit_bytes = self._pieces.unit_bytes
         self._socket = HostCacheSocket(path)
         self._attached = False
         self._arena: Attached | None = None  # what is mapped
@@ -190,25 +153,25 @@ class Parking:
         elif self._late:  # it does not answer: do not make every park wait for a second
             self._events.append(LeaseDenied(ask=action.ask, reason="timeout"))
         else:
-            nbytes = action.num_blocks * self.unit_bytes
+            nbytes = (action.num_blocks + self._pieces.state_units) * self.unit_bytes
             message = messages.Reserve(ask=action.ask, request_id=action.request_id, nbytes=nbytes)
             self._asks[action.ask] = Ask(message, now + DEADLINE_S)
             self._socket.send(message)
 
     def _save(self, action: Save) -> None:
         image = self._images.get(action.lease)
-        if image is None or image.copies or len(action.blocks) > len(image.offsets):
+        if image is None or image.copies or len(action.blocks) + self._pieces.state_units > len(image.offsets):
             self._events.append(Saved(request_id=action.request_id, ok=False))
             return
-        image.position, image.committed, image.checksums = action.position, False, []
-        self._start(Copy(action, image, self._save_pieces(action, image)))
+        image.position, image.num_blocks, image.committed, image.checksums = action.position, len(action.blocks), False, []
+        self._start(Copy(action, image, self._pieces.save(action, image, self._mapping)))
 
     def _load(self, action: Load) -> None:
         image = self._images.get(action.lease)
-        if image is None or not image.committed or action.first + len(action.blocks) > len(image.checksums):
+        if image is None or not image.committed or action.first + len(action.blocks) > image.num_blocks:
             self._events.append(Loaded(request_id=action.request_id, ok=False))
             return
-        self._start(Copy(action, image, self._load_pieces(action, image)))
+        self._start(Copy(action, image, self._pieces.load(action, image, self._mapping)))
 
     def _release(self, lease: int) -> None:
         image = self._images.get(lease)
@@ -237,30 +200,6 @@ class Parking:
         if image.released and not image.copies:
             self._release(action.lease)
         return copy.ended(ok)
-
-    def _save_pieces(self, action: Save, image: Image) -> Generator[int, None, bool]:
-        seed = self._seed(action, image)
-        for index, number in enumerate(action.blocks):
-            place = self._place(image, index)
-            image.checksums.append((yield from save_block(self._kv.block(number), place, seed, index)))
-        return True
-
-    def _load_pieces(self, action: Load, image: Image) -> Generator[int, None, bool]:
-        seed = self._seed(action, image)
-        for index, number in enumerate(action.blocks, action.first):
-            found = yield from load_block(self._place(image, index), self._kv.block(number), seed, index)
-            if found != image.checksums[index]:
-                log.error("request %s: block %d of its image is damaged; it will be recomputed", action.request_id, index)
-                return False
-        return True
-
-    def _place(self, image: Image, index: int) -> np.ndarray:
-        """The bytes of the image's block `index` in the arena, mapped."""
-        self._mapping.populate(image.offsets[index], self.unit_bytes)
-        return self._mapping.view(image.offsets[index], self._kv.block_bytes)
-
-    def _seed(self, action: Save | Load, image: Image) -> int:
-        return tag_seed(self._identity, action.request_id, f"{self._kv.block_bytes}", image.position)
 
     # answers ----------------------------------------------------------------------------------------------------------
     def _heard(self, message: messages.FromHostCache, fd: int | None) -> None:

@@ -125,14 +125,21 @@ def ask(sock: socket.socket, message: ToHostCache) -> FromHostCache:
 
 
 class Pool:
-    """A pool of random blocks, with what is needed of one."""
+    """A pool of random blocks and states, with what is needed of one."""
 
-    def __init__(self, num_blocks: int, block_bytes: int = 100_000, seed: int = 0) -> None:
-        self.block_bytes = block_bytes
-        self.cells = np.random.default_rng(seed).integers(0, 256, (num_blocks, block_bytes), dtype=np.uint8)
+    def __init__(self, num_blocks: int, block_bytes: int = 100_000, seed: int = 0, state_bytes: int = 0) -> None:
+        self.block_bytes, self.state_bytes = block_bytes, state_bytes
+        draw = np.random.default_rng(seed).integers
+        self.cells = draw(0, 256, (num_blocks, block_bytes), dtype=np.uint8)
+        self.states = draw(0, 256, (4 if state_bytes else 0, state_bytes), dtype=np.uint8)
 
     def block(self, i: int) -> np.ndarray:
         return self.cells[i]
+
+    def state(self, i: int) -> np.ndarray:
+        if i < 0:
+            raise IndexError(i)
+        return self.states[i]
 
 
 def new_parking(cache: HostCache, pool: Pool, name: str = "cpu0-1-1") -> Parking:

@@ -40,24 +40,26 @@ def reserve(parking: Parking, num_blocks: int, ask: int = 1, request_id: str = "
     return granted.lease
 
 
-def save(parking: Parking, lease: int, blocks: tuple[int, ...], request_id: str = "r") -> bool:
-    parking.act(Save(request_id=request_id, lease=lease, blocks=blocks, position=len(blocks) * 16), time.monotonic())
+def save(parking: Parking, lease: int, blocks: tuple[int, ...], request_id: str = "r", state_slot: int = -1) -> bool:
+    parking.act(Save(request_id, lease, blocks, len(blocks) * 16, state_slot), time.monotonic())
     (saved,) = wait(parking, Saved)
     return saved.ok
 
 
-def load(parking: Parking, lease: int, blocks: tuple[int, ...], first: int = 0, request_id: str = "r") -> bool:
-    parking.act(Load(request_id=request_id, lease=lease, blocks=blocks, first=first), time.monotonic())
+def load(
+    parking: Parking, lease: int, blocks: tuple[int, ...], first: int = 0, request_id: str = "r", state_slot: int = -1
+) -> bool:
+    parking.act(Load(request_id, lease, blocks, first, state_slot), time.monotonic())
     (loaded,) = [event for event in wait(parking, Loaded) if isinstance(event, Loaded)]
     return loaded.ok
 
 
-def flip_bit(cache: HostCache, pool: Pool, number: int) -> None:
-    """Another holder of the arena changes one bit of the image of block `number`."""
+def flip_bit(cache: HostCache, piece: np.ndarray) -> None:
+    """Another holder of the arena changes the last bit of the image of these bytes."""
     sock, attached, fd = cache.attach()
     mapping = arena.Mapping(fd, attached.arena_bytes)
-    at = mapping.bytes.tobytes().index(pool.block(number)[:64].tobytes())
-    mapping.bytes[at + pool.block_bytes - 1] ^= 1
+    at = mapping.bytes.tobytes().index(piece[:64].tobytes())
+    mapping.bytes[at + len(piece) - 1] ^= 1
     mapping.close()
     os.close(fd)
     sock.close()
@@ -78,6 +80,48 @@ def test_an_image_comes_back_into_other_blocks(cache):
     parking.act(ReleaseLease(lease=lease), time.monotonic())
     assert cache.budget().used_bytes == 0
     assert wait(parking, lambda: cache.budget().held_bytes == 0) == []  # it has answered Reclaim
+    parking.close()
+
+
+@pytest.mark.parametrize("state_bytes", [100, 100_000, 350_000])  # less than a unit, about one, several
+def test_an_image_takes_the_state_along(cache, state_bytes):
+    pool = Pool(40, state_bytes=state_bytes)
+    parking = new_parking(cache, pool)
+    want, state = pool.cells[[3, 1, 4]].copy(), pool.states[2].copy()
+    lease = reserve(parking, 5)
+    assert cache.budget().used_bytes == (5 + -(-state_bytes // parking.unit_bytes)) * parking.unit_bytes
+    assert save(parking, lease, (3, 1, 4), state_slot=2)  # fewer blocks than were asked for
+    pool.cells[:] = pool.states[:] = 0
+    assert load(parking, lease, (30, 31, 32), state_slot=1)
+    assert (pool.cells[30:33] == want).all() and (pool.states[1] == state).all()
+    for first in (0, 2):  # the state lies behind all blocks, whichever are wanted
+        pool.states[3] = 0
+        assert load(parking, lease, (20,), first=first, state_slot=3)
+        assert (pool.cells[20] == want[first]).all() and (pool.states[3] == state).all()
+    assert load(parking, lease, (), first=3, state_slot=0) and (pool.states[0] == state).all()
+    assert not load(parking, lease, (20, 21), first=2, state_slot=0)  # no part of the state passes for a block
+    pool.states[2] = state
+    flip_bit(cache, pool.states[2][-(state_bytes % parking.unit_bytes or parking.unit_bytes) :])
+    assert not load(parking, lease, (30, 31, 32), state_slot=1)
+    parking.close()
+
+
+def test_a_lease_without_room_for_the_state_is_refused(cache):
+    parking = new_parking(cache, Pool(10, state_bytes=250_000))
+    lease = reserve(parking, 2)
+    assert not save(parking, lease, (0, 1, 2), state_slot=0)
+    assert save(parking, lease, (0, 1), state_slot=0)
+    parking.close()
+
+
+def test_an_image_of_another_layout_is_not_loaded(cache):
+    """The same bytes under a seed of another size of state are damaged."""
+    pool = Pool(10, state_bytes=5000)
+    parking = new_parking(cache, pool)
+    lease = reserve(parking, 2)
+    assert save(parking, lease, (0, 1), state_slot=0)
+    pool.state_bytes = 5001
+    assert not load(parking, lease, (5, 6), state_slot=0)
     parking.close()
 
 
@@ -102,7 +146,7 @@ def test_a_changed_bit_is_found(cache):
     parking = new_parking(cache, pool)
     lease = reserve(parking, 3)
     assert save(parking, lease, (0, 1, 2))
-    flip_bit(cache, pool, 1)
+    flip_bit(cache, pool.block(1))
     assert not load(parking, lease, (5, 6, 7))
     assert load(parking, lease, (7,), first=2)
     parking.close()
