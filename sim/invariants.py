@@ -25,6 +25,7 @@ def check(scheduler: Scheduler, cache: HostCache) -> None:
         assert len(set(seq.blocks)) == len(seq.blocks), f"{request_id} has a block twice"
         assert seq.computed < len(seq.tokens), f"{request_id} has computed what is not there"
         assert seq.pressure_parks <= preemption.EXHAUSTED_AFTER, f"{request_id} was parked by pressure {seq.pressure_parks} times"
+        assert seq.draft == 0 or seq.state is State.RUNNING, f"{request_id} is {seq.state.value} and keeps guesses"
         if seq.state in (State.WAITING, State.PARKED):
             assert not seq.blocks, f"{request_id} is {seq.state.value} and holds blocks"
             assert not seq.copying, f"{request_id} is {seq.state.value} and is copied"

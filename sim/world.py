@@ -113,10 +113,8 @@ class World:
             self._handle(done)
             self._drafts.count(plan.rows, results, going_on, self.scheduler.book.actions)
             self._drafts.check(self.scheduler)
-            self.counts["rows with guesses"] += sum(1 for row in plan.rows if row.draft)
-            self.counts["refused guesses"] += sum(
-                1 + row.draft - len(res.tokens) for row, res in zip(plan.rows, results) if row.draft
-            )
+            self.counts["guesses"] += sum(row.draft for row in plan.rows)
+            self.counts["guesses that agreed"] += sum(len(result.tokens) - 1 for result in results if result.tokens)
             check_report(self.scheduler)
 
     def _check_writes(self, row: events.Row) -> None:

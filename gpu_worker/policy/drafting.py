@@ -8,7 +8,7 @@
     behind a refusal     unknown: stays
 
 A guess costs `c` percent of a plain step (`Limits.draft_cost`, for the number of decodes in the step). With n guesses a step
-yields T = 1 + p1 + p1 p2 + ... tokens for 100 + n c; one more pays while p1 ... p(n+1) / c > T / (100 + n c).
+yields T = 1 + p1 + p1 p2 + ... tokens for 100 + n c; one more pays while p1 ... p(n+1) / c >= T / (100 + n c).
 """
 
 from collections.abc import Iterable
@@ -60,7 +60,7 @@ def _worthwhile(likely: list[int], most: int, cost: int) -> int:
     spent = 100
     for count in range(most):
         reach = reach * likely[count] // LIKELY_ONE
-        if reach * spent <= cost * tokens:
+        if reach * spent < cost * tokens:
             return count
         tokens += reach
         spent += cost

@@ -13,13 +13,15 @@ NO_USAGE = Usage()
 
 
 class Story:
-    """20 blocks of 4 cells, 4 slots, HIGH 18 blocks, LOW 12, unless told otherwise. `now` is the virtual clock in seconds.
+    """20 blocks of 4 cells, 4 slots, HIGH 18 blocks, LOW 12, guesses that cost nothing, unless told otherwise. `now` is the
+    virtual clock in seconds.
 
     `saves`: "granted" answers each Reserve with a lease and ends each copy at once, "denied" refuses, "by hand" does neither.
     """
 
     def __init__(self, saves: str = "granted", **limits) -> None:
-        defaults = {"num_blocks": 20, "block_size": 4, "slots": 4, "max_context": 1000, "step_tokens": 64, "high": 90, "low": 60}
+        pool = {"num_blocks": 20, "block_size": 4, "slots": 4, "max_context": 1000}
+        defaults = {**pool, "step_tokens": 64, "high": 90, "low": 60, "draft_cost": (0,)}
         self.scheduler = Scheduler(Limits(**{**defaults, **limits}))
         self.saves = saves
         self.now = 0.0
@@ -74,17 +76,15 @@ class Story:
             case events.Load(request_id) if self.saves == "granted":
                 self.handle(events.Loaded(request_id, True))
 
-    def step(self, tokens: dict[str, list[int]] | None = None, drafts: dict[str, list[int]] | None = None) -> Plan:
-        """Plan and run one step. Each sampling row draws 7, unless `tokens` says what it draws."""
+    def step(self, tokens: dict[str, list[int]] | None = None) -> Plan:
+        """Plan and run one step. Each sampling row draws 7 and refuses its guesses, unless `tokens` says what it yields."""
         plan = self.plan()
         if plan.rows:
-            self.handle(StepDone([self._result(row, tokens or {}, drafts or {}) for row in plan.rows], plan.epoch))
+            self.handle(StepDone([self._result(row, tokens or {}) for row in plan.rows], plan.epoch))
         return plan
 
-    def _result(self, row: Row, tokens: dict[str, list[int]], drafts: dict[str, list[int]]) -> RowResult:
-        if not row.samples:
-            return RowResult(row.request_id)
-        return RowResult(row.request_id, tokens.get(row.request_id, [7]), draft=drafts.get(row.request_id, []))
+    def _result(self, row: Row, tokens: dict[str, list[int]]) -> RowResult:
+        return RowResult(row.request_id, tokens.get(row.request_id, [7]) if row.samples else [])
 
     def steps(self, count: int) -> None:
         for _ in range(count):

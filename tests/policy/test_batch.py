@@ -58,40 +58,6 @@ def test_a_decode_goes_before_a_prefill_that_came_in_earlier():
     assert fed["long"][1] == 4
 
 
-def test_drafts_count_in_the_steps_budget():
-    story = Story(step_tokens=8, draft_max=2)
-    story.submit("a", 3)
-    story.step(drafts={"a": [1, 2]})
-    story.submit("long", 20)
-    fed = story.step(drafts={"a": [1, 2]})
-    assert sum(row.count + len(row.draft) for row in fed.rows) == 12, "4 slots of 1 + 2 is the least a step can feed"
-    assert story.row(fed, "long").count == 9
-
-
-def test_rejected_drafts_leave_no_trace():
-    story = Story(draft_max=2)
-    story.submit("a", 3)
-    story.step(drafts={"a": [1, 2]})
-    plan = story.step(tokens={"a": [5]}, drafts={"a": []})
-    assert story.row(plan, "a").draft == (1, 2)
-    assert story["a"].tokens[-1] == 5
-    assert story["a"].computed == len(story["a"].tokens) - 1
-    assert rows(story.step()) == {"a": (4, 1, True)}
-    assert story["a"].recomputed == 0
-
-
-def test_never_more_drafts_than_asked_for_and_none_beyond_the_last_token():
-    story = Story(draft_max=2)
-    story.submit("a", 3, max_tokens=4)
-    story.step(drafts={"a": [1, 2, 3, 4]})
-    plan = story.step(tokens={"a": [1]}, drafts={"a": [1, 2]})
-    assert len(story.row(plan, "a").draft) == 2
-    plan = story.step(tokens={"a": [1]}, drafts={"a": [1, 2]})
-    assert len(story.row(plan, "a").draft) == 1
-    plan = story.step()
-    assert len(story.row(plan, "a").draft) == 0
-
-
 # siblings --------------------------------------------------------------------------------------------------------------
 def test_siblings_wait_for_the_firsts_prompt_and_then_find_it():
     story = Story(step_tokens=4)

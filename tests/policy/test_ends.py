@@ -82,7 +82,7 @@ def test_end_tokens(token, options, reason):
 def test_an_accepted_run_is_cut_at_the_first_end_token():
     story = Story(eos_token_ids=(EOS,), draft_max=3)
     story.submit("a", 5)
-    story.step(drafts={"a": [8, EOS, 9]})
+    story.step()
     story.step(tokens={"a": [8, EOS, 9, 10]})
     assert story.ending("a").reason == "stop"
     assert story.said["a"] == [7, 8, EOS]
@@ -92,10 +92,10 @@ def test_an_accepted_run_is_cut_at_the_first_end_token():
 def test_an_accepted_run_is_cut_at_max_tokens_and_its_logprobs_with_it():
     story = Story(draft_max=3)
     story.submit("a", 5, max_tokens=3)
-    plan = story.step(drafts={"a": [8, 9, 10]})
+    story.step()
     plan = story.plan()
     (row,) = plan.rows
-    assert len(row.draft) == 1, "two tokens are left: one draft and one drawn"
+    assert row.draft == 1, "two tokens are left: one guess and one drawn"
     logprobs = [Logprob(token, -1.0) for token in (8, 9, 10)]
     story.handle(StepDone([RowResult("a", [8, 9, 10], logprobs)], plan.epoch))
     story.plan()
@@ -107,11 +107,12 @@ def test_an_accepted_run_is_cut_at_max_tokens_and_its_logprobs_with_it():
 def test_before_min_tokens_the_end_tokens_are_banned_and_no_draft_crosses_the_border():
     story = Story(eos_token_ids=(EOS,), draft_max=3)
     story.submit("a", 5, min_tokens=4, stop_token_ids=[STOP])
-    plan = story.step(drafts={"a": [7, 7, 7]})
+    plan = story.step()
     assert story.row(plan, "a").banned == (EOS, STOP)
-    plan = story.step(tokens={"a": [7]}, drafts={"a": [7, 7, 7]})
-    assert len(story.row(plan, "a").draft) == 2, "tokens 2, 3 and 4 are banned, 5 is not"
     plan = story.step(tokens={"a": [7, 7]})
+    assert story.row(plan, "a").draft == 2, "tokens 2, 3 and 4 are banned, 5 is not"
+    plan = story.step()
+    assert story.row(plan, "a").draft == 0, "token 4 is banned, 5 is not"
     assert story.row(plan, "a").banned == (EOS, STOP)
     assert story["a"].generated == 4
     plan = story.step(tokens={"a": [EOS]})

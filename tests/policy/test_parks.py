@@ -283,11 +283,11 @@ def test_a_lone_sequence_is_parked_by_force_and_goes_on():
 def test_a_forced_park_waits_for_the_boundary_at_or_after_its_token_and_clips_no_draft():
     story = Story(park_every=5, draft_max=3)
     story.submit("a", 6, max_tokens=20)
-    story.step(drafts={"a": [1, 2, 3]})
-    plan = story.step(tokens={"a": [1, 2, 3]}, drafts={"a": [1, 2, 3]})
-    assert len(story.row(plan, "a").draft) == 3
+    story.step()
+    plan = story.step(tokens={"a": [1, 2, 3]})
+    assert story.row(plan, "a").draft == 3
     plan = story.step(tokens={"a": [1, 2, 3, 4]})
-    assert len(story.row(plan, "a").draft) == 3, "across the token at which it will be parked"
+    assert story.row(plan, "a").draft == 3, "across the token at which it will be parked"
     story.until(story.parked)
     assert story.actions(Notify)[0].usage.completion_tokens == 8
 
