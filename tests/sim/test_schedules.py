@@ -15,7 +15,8 @@ CHUNK = 100
 @pytest.mark.parametrize("first", range(1, FAST, CHUNK))
 def test_schedules_hold(first):
     total = sweep(first, CHUNK)
-    for seen in ("pressure parks", "forced parks", "denials", "loads", "recomputed", "cache crashes", "worker crashes", "cached"):
+    parks = ("pressure parks", "forced parks", "denials", "loads", "recomputed", "cache crashes", "worker crashes", "cached")
+    for seen in (*parks, "states saved", "states loaded", "guesses", "guesses that agreed"):
         assert total[seen] > 0, f"the schedules never see {seen}: they prove nothing about it"
 
 
