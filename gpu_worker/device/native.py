@@ -9,6 +9,7 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterable
 from ctypes import POINTER, Structure, c_float, c_int, c_size_t, c_void_p
 from pathlib import Path
 
@@ -21,7 +22,7 @@ from gpu_worker.device.memory import anonymous
 SOURCES = Path(__file__).parent.parent / "native"
 LIBRARY = SOURCES / "rows.so"
 FLAGS = ["-O3", "-march=native", "-std=c++20", "-fPIC", "-shared", "-pthread", "-ffp-contract=off"]
-ABI = 4
+ABI = 5
 F32, BF16, Q8, Q4 = range(4)  # enum Format of matmul.h
 MAX_HEAD_DIM = 256
 
@@ -35,30 +36,70 @@ class MatrixStruct(Structure):
 
 
 class ShapeStruct(Structure):
-    """struct Shape of rows.cpp."""
+    """struct Shape of shape.h."""
 
     _fields_ = [
         *((name, c_int) for name in ["layers", "hidden", "heads", "kv_heads", "head_dim", "intermediate", "vocab", "is_f32"]),
+        *((name, c_int) for name in ["rotary_dim", "key_heads", "value_heads", "key_dim", "value_dim", "kernel"]),
+        ("mtp_intermediate", c_int),
         ("eps", c_float),
     ]
 
 
 class LayerStruct(Structure):
-    """struct Layer of rows.cpp."""
+    """struct Layer of shape.h."""
 
-    _fields_ = [(name, MatrixStruct) for name in ("q", "k", "v", "o", "gate", "up", "down")] + [
-        (name, c_void_p) for name in ("attn_norm", "mlp_norm", "q_norm", "k_norm")
+    _fields_ = [
+        *((name, MatrixStruct) for name in ("q", "k", "v", "q_gate", "o")),
+        *((name, MatrixStruct) for name in ("in_qkv", "in_z", "in_a", "in_b", "out", "gate", "up", "down")),
+        *((name, c_void_p) for name in ("attn_norm", "mlp_norm", "q_norm", "k_norm")),
+        *((name, c_void_p) for name in ("conv", "dt_bias", "decay", "state_norm")),
+        ("cells", c_int),
+        ("state", c_int),
+    ]
+
+
+class HeadStruct(Structure):
+    """struct HeadWeights of shape.h."""
+
+    _fields_ = [
+        ("fc", MatrixStruct),
+        ("draft", MatrixStruct),
+        *((name, c_void_p) for name in ("embed_norm", "hidden_norm", "norm")),
+        ("layer", LayerStruct),
+    ]
+
+
+class StatesStruct(Structure):
+    """struct States of shape.h."""
+
+    _fields_ = [
+        ("base", c_void_p),
+        *((name, c_size_t) for name in ("stride", "state", "log_k", "log_d", "log_g", "conv", "folded")),
+        *((name, c_int) for name in ("slots", "log_entries", "conv_entries")),
+    ]
+
+
+class BlocksStruct(Structure):
+    """struct Blocks of shape.h."""
+
+    _fields_ = [
+        ("base", c_void_p),
+        *((name, c_size_t) for name in ("block_bytes", "hidden_at")),
+        *((name, c_int) for name in ("count", "block_size", "layers")),
     ]
 
 
 class StepStruct(Structure):
-    """struct Step of rows.cpp."""
+    """struct Step of shape.h."""
 
-    _fields_ = (
-        [(name, c_int) for name in ("rows", "out_count", "table_width", "only_count")]
-        + [(name, c_void_p) for name in ("tokens", "positions", "seq_of", "tables", "out_rows", "only", "pool")]
-        + [("block_size", c_int), ("pool_layers", c_int), ("hidden", c_void_p)]
-    )
+    _fields_ = [
+        *((name, c_int) for name in ("rows", "sequences", "out_count", "table_width", "only_count")),
+        *((name, c_void_p) for name in ("tokens", "positions", "seq_of", "tables", "known", "slots")),
+        *((name, c_void_p) for name in ("out_rows", "only", "given", "hidden")),
+        ("blocks", BlocksStruct),
+        ("states", StatesStruct),
+    ]
 
 
 def build(output: Path = LIBRARY, flags: list[str] = FLAGS) -> None:
@@ -94,9 +135,9 @@ def load(path: Path = LIBRARY) -> ctypes.CDLL | None:
     return lib
 
 
-def supports(hidden: int, intermediate: int, heads: int, head_dim: int, block_size: int = 16) -> bool:
-    """Whether the library can run a model of this shape."""
-    return not (hidden % 16 or intermediate % 16 or head_dim % 16 or block_size % 16) and head_dim <= MAX_HEAD_DIM
+def supports(widths: Iterable[int], head_dim: int) -> bool:
+    """Whether the library can run a model with these widths of rows and heads: all multiples of 16."""
+    return not any(width % 16 for width in (*widths, head_dim)) and head_dim <= MAX_HEAD_DIM
 
 
 class Packed:
@@ -145,8 +186,11 @@ def _declare(lib: ctypes.CDLL) -> None:
         ("pk_free", None, [p]),
         ("pk_set_layer", None, [p, c_int, POINTER(LayerStruct)]),
         ("pk_set_ends", None, [p, POINTER(MatrixStruct), POINTER(MatrixStruct), p]),
+        ("pk_set_head", None, [p, POINTER(HeadStruct)]),
         ("pk_forward", c_int, [p, POINTER(StepStruct)]),
+        ("pk_draft", c_int, [p, POINTER(StepStruct)]),
         ("pk_logits", None, [p, p, c_int, p]),
+        ("pk_draft_logits", None, [p, p, c_int, p]),
         ("pk_packed_bytes", c_size_t, [c_int, c_int, c_int]),
         ("pk_pack_dense", None, [c_int, c_int, p, c_int, c_int, p]),
         ("pk_pack_quants", None, [c_int, c_int, p, p, p, c_int, c_int, p]),

@@ -9,13 +9,15 @@ from torch import Tensor
 
 from gpu_worker.device import native
 from gpu_worker.device.kv_cache import KvCache
-from gpu_worker.device.native import BF16, F32, Q4, Q8, LayerStruct, Packed, ShapeStruct, StepStruct
+from gpu_worker.device.native import BF16, F32, Q4, Q8, HeadStruct, LayerStruct, Packed, ShapeStruct, StepStruct
 from gpu_worker.model.batch import Batch
 from gpu_worker.model.rope import RopeTable
 from gpu_worker.model.weights import Weights
 from wire.model_spec import ModelSpec
 
-_PRODUCTS = ("q", "k", "v", "o", "gate", "up", "down")
+_ATTENTION = ("q", "k", "v", "q_gate", "o", "gate", "up", "down")  # products of a layer
+_RECURRENT = ("in_qkv", "in_z", "in_a", "in_b", "out", "gate", "up", "down")
+_VECTORS = ("attn_norm", "mlp_norm", "q_norm", "k_norm", "dt_bias", "decay", "state_norm")
 Kept = TypeVar("Kept", Tensor, Packed)
 
 
@@ -31,31 +33,25 @@ class NativeModel:
         self.spec = spec
         self.dtype_name = dtype_name
         self.kv_dtype = torch.float32 if dtype_name == "f32" else torch.bfloat16
+        self.draft_ids: Tensor | None = None  # int64 [draft vocab]: the tokens that are drafted; None: all
         self._lib = lib
+        self._weights: Weights | None = weights
         self._kept: list[Tensor | Packed] = []  # memory that the library points into
-        self._formats: list[tuple[int, ...]] = []  # of each layer's products
-        self._rope = RopeTable(spec.rope, spec.head_dim, spec.max_context)
-        shape = ShapeStruct(
-            spec.num_layers,
-            spec.hidden,
-            spec.num_heads,
-            spec.num_kv_heads,
-            spec.head_dim,
-            spec.intermediate,
-            spec.vocab,
-            dtype_name == "f32",
-            spec.rms_eps,
-        )
-        self._model = lib.pk_model(ctypes.byref(shape), threads)
+        self._formats: list[tuple[object, ...]] = []  # of each layer's products
+        self._rope = RopeTable(spec.rope, spec.rotary_dim or spec.head_dim, spec.max_context)
+        self._step = StepStruct()
+        self._model = lib.pk_model(ctypes.byref(_shape(spec, dtype_name == "f32")), threads)
         self._set_rope()
         for index in range(spec.num_layers):
-            self._load_layer(weights, index)
-        embed = self._matrix(weights, "embed", keep_8bit_head)
-        head = embed if spec.tied else self._matrix(weights, "head", keep_8bit_head)
-        norm = self._keep(weights.dense("norm", torch.float32))
-        lib.pk_set_ends(self._model, ctypes.byref(embed.struct), ctypes.byref(head.struct), norm.data_ptr())
+            self._load_layer(index)
+        embed = self._matrix("embed", keep_8bit_head)
+        output = embed if spec.tied else self._matrix("head", keep_8bit_head)
+        norm = self._vector("norm")
+        lib.pk_set_ends(self._model, ctypes.byref(embed.struct), ctypes.byref(output.struct), norm)
+        if spec.mtp:
+            self._load_head(output, keep_8bit_head)
         self.weight_bytes = sum(kept.nbytes for kept in self._kept)
-        self._step = StepStruct()
+        self._weights = None
 
     def close(self) -> None:
         """End the threads and give the memory back; the model cannot be used any more."""
@@ -68,74 +64,206 @@ class NativeModel:
         self.close()
 
     def distinct_layers(self) -> list[int]:
-        """One layer of each kind (formats of its products); their shapes are the same."""
+        """One layer of each kind (attention or recurrent, and the formats of its products); their shapes are the same."""
         return sorted({formats: index for index, formats in enumerate(self._formats)}.values())
 
     def forward(self, batch: Batch, kv: KvCache, layers: list[int] | None = None) -> Tensor:
-        """float32 [n_out, hidden]: hidden rows after the final norm; writes the cells of every row.
+        """float32 [n_out, hidden]: hidden rows after the final norm; writes the cells of every row, the head's included, and
+        the states of its sequences.
 
-        IndexError if a token id or position is out of range. `layers` runs only some layers (the proof of exactness does).
+        IndexError if a number of the batch is out of range. `layers` runs only some layers (the proof of exactness does).
         """
-        if kv.block_size % 16 or kv.dtype != self.kv_dtype:
-            raise ValueError(f"cells of {kv.dtype} in blocks of {kv.block_size} do not fit this model")
         out = torch.empty(len(batch.out_rows), self.spec.hidden)
         only = None if layers is None else np.array(layers, dtype=np.int32)
         step = self._step
-        step.rows, step.out_count, step.table_width = len(batch.token_ids), len(batch.out_rows), batch.block_tables.shape[1]
-        step.tokens, step.positions, step.seq_of = batch.token_ids.data_ptr(), batch.positions.data_ptr(), batch.seq_of.data_ptr()
-        step.tables, step.out_rows = batch.block_tables.data_ptr(), batch.out_rows.data_ptr()
+        step.out_count, step.out_rows = len(batch.out_rows), batch.out_rows.data_ptr()
         step.only, step.only_count = (None, 0) if only is None else (only.ctypes.data, len(only))
-        step.pool, step.block_size, step.pool_layers = kv.tensor.data_ptr(), kv.block_size, kv.tensor.shape[1]
+        step.known, step.slots = batch.known.data_ptr(), batch.state_slots.data_ptr()
         step.hidden = out.data_ptr()
-        if not self._lib.pk_forward(self._model, ctypes.byref(step)):
-            self._rope.reach(int(batch.positions.max()))  # a sequence has outgrown the table, or the step is wrong
-            self._set_rope()
-            if not self._lib.pk_forward(self._model, ctypes.byref(step)):
-                raise IndexError("a token id, a position or a block of the step is out of range")
+        self._run(self._lib.pk_forward, batch.token_ids, batch.positions, batch.seq_of, batch.block_tables, kv)
+        return out
+
+    def draft(self, token_ids: Tensor, positions: Tensor, hidden: Tensor, tables: Tensor, kv: KvCache) -> Tensor:
+        """float32 [n, hidden]: one pass of the head for one row of each of n sequences, for `draft_logits` and the next pass.
+
+        token_ids int64 [n], positions int32 [n] from 1 on, hidden float32 [n, hidden] of the positions before, tables int32
+        [n, w]. Writes the head's cells there. IndexError if a number is out of range.
+        """
+        hidden, tables = hidden.float().contiguous(), tables.contiguous()
+        out, seq_of = torch.empty_like(hidden), torch.arange(len(token_ids), dtype=torch.int32)
+        step = self._step
+        step.out_count, step.out_rows, step.only, step.only_count = 0, None, None, 0
+        step.known, step.slots = None, None
+        step.given, step.hidden = hidden.data_ptr(), out.data_ptr()
+        self._run(self._lib.pk_draft, token_ids, positions, seq_of, tables, kv)
         return out
 
     def logits(self, hidden: Tensor) -> Tensor:
         """float32 [n_out, vocab] of hidden rows [n_out, hidden]."""
+        return self._logits(self._lib.pk_logits, hidden, self.spec.vocab)
+
+    def draft_logits(self, rows: Tensor) -> Tensor:
+        """float32 [n, draft vocab] of rows [n, hidden] of `draft`: the columns of `logits` that `draft_ids` names."""
+        return self._logits(self._lib.pk_draft_logits, rows, self.spec.vocab if self.draft_ids is None else len(self.draft_ids))
+
+    def _logits(self, function: "ctypes._NamedFuncPointer", hidden: Tensor, columns: int) -> Tensor:
         hidden = hidden.float().contiguous()
-        out = torch.empty(len(hidden), self.spec.vocab)
-        self._lib.pk_logits(self._model, hidden.data_ptr(), len(hidden), out.data_ptr())
+        out = torch.empty(len(hidden), columns)
+        function(self._model, hidden.data_ptr(), len(hidden), out.data_ptr())
         return out
+
+    def _run(
+        self,
+        function: "ctypes._NamedFuncPointer",
+        token_ids: Tensor,
+        positions: Tensor,
+        seq_of: Tensor,
+        tables: Tensor,
+        kv: KvCache,
+    ) -> None:
+        """Fill in what every step has and call the library."""
+        if kv.block_size % 16 or kv.dtype != self.kv_dtype or kv.layers != self.spec.kv_layers:
+            raise ValueError(f"{kv.layers} layers of cells of {kv.dtype} in blocks of {kv.block_size} do not fit this model")
+        step = self._step
+        step.rows, (step.sequences, step.table_width) = len(token_ids), tables.shape
+        step.tokens, step.positions, step.seq_of = token_ids.data_ptr(), positions.data_ptr(), seq_of.data_ptr()
+        step.tables = tables.data_ptr()
+        _point_to(step, kv)
+        if not function(self._model, ctypes.byref(step)):
+            self._rope.reach(int(positions.max()))  # a sequence has outgrown the table, or the step is wrong
+            self._set_rope()
+            if not function(self._model, ctypes.byref(step)):
+                raise IndexError("a token id, a position, a block or a state slot of the step is out of range")
 
     def _set_rope(self) -> None:
         self._lib.pk_set_rope(self._model, self._rope.cos.data_ptr(), self._rope.sin.data_ptr(), len(self._rope.cos))
 
+    # loading ----------------------------------------------------------------------------------------------------------
     def _keep(self, thing: Kept) -> Kept:
         self._kept.append(thing)
         return thing
 
-    def _load_layer(self, weights: Weights, index: int) -> None:
-        prefix = f"layers.{index}."
-        layer = LayerStruct()
-        packed = [self._matrix(weights, prefix + part, False) for part in _PRODUCTS]
-        for part, matrix in zip(_PRODUCTS, packed):
-            setattr(layer, part, matrix.struct)
-        for part in ("attn_norm", "mlp_norm", "q_norm", "k_norm"):
-            if weights.has(prefix + part):
-                setattr(layer, part, self._keep(weights.dense(prefix + part, torch.float32).contiguous()).data_ptr())
-        self._formats.append(tuple(matrix.form for matrix in packed))
+    def _load_layer(self, index: int) -> None:
+        delta, cells = self.spec.delta, self.spec.attention_layers
+        recurrent = delta is not None and index in delta.layers
+        layer, formats = self._layer(f"layers.{index}.", _RECURRENT if recurrent else _ATTENTION)
+        if delta is not None and recurrent:
+            layer.conv = self._keep(self._read(f"layers.{index}.conv").t().contiguous()).data_ptr()
+        layer.cells = -1 if recurrent else cells.index(index)
+        layer.state = delta.layers.index(index) if delta is not None and recurrent else -1
+        self._formats.append((recurrent, *formats))
         self._lib.pk_set_layer(self._model, index, ctypes.byref(layer))
 
-    def _matrix(self, weights: Weights, name: str, keep_8bit: bool) -> Packed:
-        """One matrix: 4 bits if the file and the model's type say so, 8 bits if wanted and in the file, dense otherwise."""
+    def _load_head(self, output: Packed, keep_8bit: bool) -> None:
+        head = HeadStruct()
+        head.fc = self._matrix("mtp.fc", False).struct
+        head.embed_norm, head.hidden_norm, head.norm = (self._vector(f"mtp.{n}") for n in ("embed_norm", "hidden_norm", "norm"))
+        head.layer, _ = self._layer("mtp.layer.", _ATTENTION)
+        head.layer.cells, head.layer.state = self.spec.kv_layers - 1, -1
+        head.draft = output.struct
+        assert self._weights is not None
+        if self._weights.has("mtp.draft_ids"):
+            self.draft_ids = self._weights.dense("mtp.draft_ids", torch.int64)
+            name = "embed" if self.spec.tied else "head"
+            head.draft = self._matrix(name, keep_8bit, self.draft_ids.numpy()).struct
+        self._lib.pk_set_head(self._model, ctypes.byref(head))
+
+    def _layer(self, prefix: str, products: tuple[str, ...]) -> tuple[LayerStruct, tuple[int, ...]]:
+        """The matrices and vectors that a layer has, and the matrices' formats."""
+        assert self._weights is not None
+        layer = LayerStruct()
+        formats = []
+        for part in products:
+            if self._weights.has(prefix + part):
+                packed = self._matrix(prefix + part, False)
+                setattr(layer, part, packed.struct)
+                formats.append(packed.form)
+        for part in _VECTORS:
+            if self._weights.has(prefix + part):
+                setattr(layer, part, self._vector(prefix + part))
+        return layer, tuple(formats)
+
+    def _read(self, name: str) -> Tensor:
+        assert self._weights is not None
+        return self._weights.dense(name, torch.float32)
+
+    def _vector(self, name: str) -> int:
+        """Address of a float32 tensor."""
+        return self._keep(self._read(name).contiguous()).data_ptr()
+
+    def _matrix(self, name: str, keep_8bit: bool, pick: np.ndarray | None = None) -> Packed:
+        """One matrix, or the rows `pick` of it: 4 bits if the file and the model's type say so, 8 bits if wanted and in the
+        file, dense otherwise."""
+        weights = self._weights
+        assert weights is not None
         n, k = weights.shape(name)
         bias = weights.dense(f"{name}_bias", torch.float32) if weights.has(f"{name}_bias") else None
-        if (self.dtype_name == "int4" and weights.is_four_bit(name)) or (keep_8bit and weights.is_eight_bit(name)):
-            packed = Packed(self._lib, Q4 if weights.is_four_bit(name) else Q8, n, k, bias)
-            for first, rows in weights.quants(name):
-                packed.put_quants(rows.quants, rows.scale, rows.minimum, first)
+        quantised = (self.dtype_name == "int4" and weights.is_four_bit(name)) or (keep_8bit and weights.is_eight_bit(name))
+        rows = len(pick) if pick is not None else n
+        if quantised:
+            packed = Packed(self._lib, Q4 if weights.is_four_bit(name) else Q8, rows, k, bias)
+            for first, part in weights.quants(name):
+                for at, chosen in _picked(pick, first, len(part.quants)):
+                    minimum = None if part.minimum is None else part.minimum[chosen]
+                    packed.put_quants(part.quants[chosen], part.scale[chosen], minimum, at)
             return self._keep(packed)
         form, dtype = (F32, torch.float32) if self.dtype_name == "f32" else (BF16, torch.bfloat16)
-        packed = Packed(self._lib, form, n, k, bias)
-        for first, rows in weights.parts(name, dtype):
-            packed.put_dense(rows, first)
+        packed = Packed(self._lib, form, rows, k, bias)
+        for first, values in weights.parts(name, dtype):
+            for at, chosen in _picked(pick, first, len(values)):
+                packed.put_dense(values[chosen], at)
         return self._keep(packed)
+
+
+def _picked(pick: np.ndarray | None, first: int, count: int) -> list[tuple[int, slice | np.ndarray]]:
+    """Where some of the rows first .. first + count go, and which of these rows (counted from 0): all of them in order, or
+    those that `pick` names, each to its place there, in runs."""
+    if pick is None:
+        return [(first, slice(None))]
+    places = np.flatnonzero((pick >= first) & (pick < first + count))
+    runs = np.split(places, np.flatnonzero(np.diff(places) != 1) + 1)
+    return [(int(run[0]), pick[run] - first) for run in runs if len(run)]
+
+
+def _point_to(step: StepStruct, kv: KvCache) -> None:
+    """Where the blocks and the state slots lie."""
+    blocks, states = step.blocks, step.states
+    blocks.base, blocks.block_bytes, blocks.count = kv.tensor.data_ptr(), kv.block_bytes, kv.num_blocks + 1
+    blocks.block_size, blocks.layers = kv.block_size, kv.layers
+    blocks.hidden_at = kv.hidden.data_ptr() - kv.tensor.data_ptr() if kv.hidden is not None else 0
+    states.base = None
+    if kv.states is not None:
+        states.base, states.stride, states.slots = kv.states.flat.data_ptr(), kv.states.stride, kv.states.slots + 1
+        states.log_entries, states.conv_entries = kv.states.log_k.shape[2], kv.states.conv.shape[2]
+        for name, offset in kv.states.offsets.items():
+            setattr(states, name, offset)
+
+
+def _shape(spec: ModelSpec, is_f32: bool) -> ShapeStruct:
+    shape = ShapeStruct(
+        layers=spec.num_layers,
+        hidden=spec.hidden,
+        heads=spec.num_heads,
+        kv_heads=spec.num_kv_heads,
+        head_dim=spec.head_dim,
+        intermediate=spec.intermediate,
+        vocab=spec.vocab,
+        is_f32=is_f32,
+        rotary_dim=spec.rotary_dim or spec.head_dim,
+        mtp_intermediate=spec.mtp.intermediate if spec.mtp else 0,
+        eps=spec.rms_eps,
+    )
+    if delta := spec.delta:
+        shape.key_heads, shape.value_heads, shape.kernel = delta.key_heads, delta.value_heads, delta.kernel
+        shape.key_dim, shape.value_dim = delta.key_dim, delta.value_dim
+    return shape
 
 
 def fits(spec: ModelSpec) -> bool:
     """Whether the library can run this shape."""
-    return native.supports(spec.hidden, spec.intermediate, spec.num_heads, spec.head_dim)
+    widths = [spec.hidden, spec.intermediate]
+    if spec.mtp:
+        widths.append(spec.mtp.intermediate)
+    if spec.delta:
+        widths += [spec.delta.key_dim, spec.delta.value_dim]
+    return native.supports(widths, spec.head_dim)

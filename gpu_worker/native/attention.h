@@ -112,7 +112,7 @@ PK_INLINE void prefetch_cells(const T* cells, int dim) {
 }
 
 // Scores of one tile become weights; maxima, sums and weighted sums move on to the new maximum.
-inline void soften(AttentionScratch& s, const int* visible, int count, int group, int at, int chunks, int dim) {
+inline void soften(AttentionScratch& s, const int* visible, int count, int group, int at, int chunks, int dim, int from) {
   for (int q = 0; q < count; q++) {
     float* row = s.scores.data() + q * TILE_CELLS;
     const int seen = visible[q / group] - at;  // cells of this tile that the row sees
@@ -124,6 +124,7 @@ inline void soften(AttentionScratch& s, const int* visible, int count, int group
     for (int c = 0; c < chunks; c++) {
       V v = load(row + c * LANES);
       if (seen < (c + 1) * LANES) store(row + c * LANES, v = keep_first(v, std::max(seen - c * LANES, 0), NEVER));
+      if (at + c == 0 && from) store(row, v = keep_from(v, from, NEVER));
       high = vmax(high, v);
     }
     const float before = s.state[q].highest, now = std::max(before, reduce_max(high));
@@ -140,6 +141,7 @@ inline void soften(AttentionScratch& s, const int* visible, int count, int group
     for (int c = 0; c < chunks; c++) {
       V weight = vexp(sub(load(row + c * LANES), shift));
       if (seen < (c + 1) * LANES) weight = keep_first(weight, std::max(seen - c * LANES, 0), 0.f);
+      if (at + c == 0 && from) weight = keep_from(weight, from, 0.f);
       store(row + c * LANES, weight);
       sum = add(sum, weight);
     }
@@ -149,10 +151,10 @@ inline void soften(AttentionScratch& s, const int* visible, int count, int group
 }
 
 // One segment for `rows` rows with `group` query vectors each, queries [rows * group][dim] in the cells' type. `visible` is
-// the number of cells that each row sees, ascending. Result in s.state and s.part.
+// the number of cells that each row sees, ascending, those below `from` (0..15) left out. Result in s.state and s.part.
 template <class T>
 void attend_segment(const Pool& pool, size_t layer_and_head, const int* table, int segment, const T* queries, const int* visible,
-                    int rows, int group, int dim, AttentionScratch& s) {
+                    int rows, int group, int dim, int from, AttentionScratch& s) {
   const int count = rows * group, begin = segment * SEGMENT, end = std::min(begin + SEGMENT, visible[rows - 1]);
   const V scale = set1(1.f / std::sqrt((float)dim));
   s.keys.resize((size_t)dim * TILE_CELLS);
@@ -181,7 +183,7 @@ void attend_segment(const Pool& pool, size_t layer_and_head, const int* table, i
       transpose_keys(keys, dim, std::min(LANES, cells - c * LANES), s.keys.data());
       scores_of(s.keys.data(), queries, count, dim, scale, s.scores.data() + c * LANES);
     }
-    soften(s, visible, count, group, at, chunks, dim);
+    soften(s, visible, count, group, at, chunks, dim, from);
     for (int c = 0; c < chunks; c++) {
       const int here = std::min(LANES, cells - c * LANES);
       const float* weights = s.scores.data() + c * LANES;

@@ -40,7 +40,7 @@ struct Prepared {
   }
 };
 
-// y = x W^T + b for up to three matrices with the same rows: emit(which, row, first column, columns <= 16, values).
+// y = x W^T + b for up to four matrices with the same rows: emit(which, row, first column, columns <= 16, values).
 template <class Emit>
 void multiply(Team& team, int thread, Unpacked& scratch, std::initializer_list<const Matrix*> matrices, const Rows& in, int rows, const Emit& emit) {
   int panels = 0;
@@ -83,7 +83,7 @@ inline void gate_row(const Matrix& gate, const Matrix& up, int row, int column, 
   V a = load(g), b = load(u);
   if (gate.bias) a = add(a, load(gate.bias + column));
   if (up.bias) b = add(b, load(up.bias + column));
-  V y = mul(div(a, add(set1(1.f), vexp(sub(zero(), a)))), b);
+  V y = mul(silu(a), b);
   const size_t at = (size_t)row * out.k + column;
   if (out.is_f32) store(&out.f[at], y);
   else store_bf16(&out.b[at], y);

@@ -3,7 +3,7 @@
 
 extern "C" {
 
-int pk_abi() { return 4; }
+int pk_abi() { return 5; }
 
 // Instruction sets that the compiler was allowed to use, as /proc/cpuinfo names them.
 const char* pk_features() {
@@ -31,25 +31,29 @@ const char* pk_features() {
 
 Model* pk_model(const Shape* shape, int threads) { return new Model(*shape, threads); }
 
-void pk_set_rope(Model* model, const float* cos, const float* sin, int positions) {
-  model->cos = cos;
-  model->sin = sin;
-  model->positions = positions;
-}
-
 void pk_free(Model* model) { delete model; }
+
+void pk_set_rope(Model* model, const float* cos, const float* sin, int positions) { model->set_rope(cos, sin, positions); }
 
 void pk_set_layer(Model* model, int index, const Layer* layer) { model->layer(index) = *layer; }
 
-void pk_set_ends(Model* model, const Matrix* embed, const Matrix* head, const float* norm) {
+void pk_set_ends(Model* model, const Matrix* embed, const Matrix* output, const float* norm) {
   model->embed = *embed;
-  model->head = *head;
+  model->output = *output;
   model->final_norm = norm;
 }
 
+void pk_set_head(Model* model, const HeadWeights* head) { model->head.set(*head); }
+
 int pk_forward(Model* model, const Step* step) { return model->forward(*step); }
 
-void pk_logits(Model* model, const float* hidden, int rows, float* out) { model->logits(hidden, rows, out); }
+int pk_draft(Model* model, const Step* step) { return model->draft(*step); }
+
+void pk_logits(Model* model, const float* hidden, int rows, float* out) { model->logits(model->output, hidden, rows, out); }
+
+void pk_draft_logits(Model* model, const float* hidden, int rows, float* out) {
+  model->logits(model->head.weights.draft, hidden, rows, out);
+}
 
 size_t pk_packed_bytes(int format, int n, int k) {
   Matrix m{format, n, k, nullptr, nullptr};

@@ -75,6 +75,9 @@ PK_INLINE float reduce_max(V v) { return _mm512_reduce_max_ps(v); }
 PK_INLINE V keep_first(V v, int n, float other) {  // lanes n and up become `other`
   return n >= 16 ? v : _mm512_mask_blend_ps((__mmask16)((1u << n) - 1), _mm512_set1_ps(other), v);
 }
+PK_INLINE V keep_from(V v, int n, float other) {  // lanes below n become `other`
+  return _mm512_mask_blend_ps((__mmask16)((1u << n) - 1), v, _mm512_set1_ps(other));
+}
 PK_INLINE V load_bf16(const bf16* p) {
   return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)p)), 16));
 }
@@ -181,6 +184,7 @@ PK_INLINE float reduce_max(V v) {
   return v.f[0];
 }
 PK_INLINE V keep_first(V v, int n, float other) { PK_LANES v.f[i] = i < n ? v.f[i] : other; return v; }
+PK_INLINE V keep_from(V v, int n, float other) { PK_LANES v.f[i] = i < n ? other : v.f[i]; return v; }
 PK_INLINE V load_bf16(const bf16* p) { V v; PK_LANES v.f[i] = bf16_to_float(p[i]); return v; }
 PK_INLINE V load_int8(const int8_t* p) { V v; PK_LANES v.f[i] = (float)p[i]; return v; }
 PK_INLINE V load_half(const uint16_t* p) { V v; PK_LANES v.f[i] = half_to_float(p[i]); return v; }
@@ -243,3 +247,6 @@ PK_INLINE float scalar_exp(float x) {  // the same polynomial, so that scalars a
   store(out, vexp(set1(x)));
   return out[0];
 }
+
+PK_INLINE V sigmoid(V x) { return div(set1(1.f), add(set1(1.f), vexp(sub(zero(), x)))); }
+PK_INLINE V silu(V x) { return div(x, add(set1(1.f), vexp(sub(zero(), x)))); }
