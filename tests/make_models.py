@@ -289,10 +289,11 @@ def write_gguf(
         elif arch == "llama" and "self_attn.k_proj" in name:
             array = _permuted(array, size["kv_heads"])
         kind = gguf.GGMLQuantizationType[quant]
-        if array.ndim == 2 and quant not in ("F32", "F16"):
+        matrix = array.ndim == 2 and "conv1d" not in short
+        if matrix and quant not in ("F32", "F16"):
             writer.add_tensor(short, gguf.quants.quantize(array, kind), raw_dtype=kind)
         else:
-            writer.add_tensor(short, array.astype(np.float16) if quant == "F16" and array.ndim == 2 else array)
+            writer.add_tensor(short, array.astype(np.float16) if quant == "F16" and matrix else array)
     for name, raw in (extra or {}).items():
         kind = gguf.GGMLQuantizationType[raw]
         block, block_bytes = gguf.GGML_QUANT_SIZES[kind]

@@ -134,7 +134,8 @@ def _check_nothing_is_left(files: ModelFiles, used: set[str]) -> None:
     prefixes = (layer_prefix(files.kind), HEAD_PREFIX)
     for name in sorted(files.tensors.keys() - used):
         if name.startswith(prefixes) and not name.endswith(_UNREAD):
-            raise ModelError(f"{files.path}: tensor {one_line(name)} is no part of the {files.spec.arch} model in its metadata")
+            where = _head_file(files) if name.startswith(HEAD_PREFIX) else files.path
+            raise ModelError(f"{where}: tensor {one_line(name)} is no part of the {files.spec.arch} model in its metadata")
 
 
 def _place(name: str) -> tuple[Path, str]:
