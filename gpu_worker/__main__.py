@@ -9,8 +9,11 @@ import time
 import psutil
 import torch
 import zmq
+from msgspec import Struct
 
 from gpu_worker.device.kv_cache import KvCache, block_bytes
+from gpu_worker.device.state_cache import state_bytes
+from gpu_worker.draft_cost import TOO_MUCH, measure
 from gpu_worker.model.exactness import prove
 from gpu_worker.model.load import Model, load_model
 from gpu_worker.parking import Parking
@@ -18,12 +21,15 @@ from gpu_worker.policy.scheduler import Limits, Scheduler
 from gpu_worker.runner import Runner
 from gpu_worker.worker import Worker
 from wire import sockets
-from wire.config import Config, ConfigError, devices, size_bytes
+from wire.config import Config, ConfigError, devices, draft_length, size_bytes
 from wire.messages import Hello
 from wire.model_files import ModelFiles, find_model
+from wire.model_spec import ModelSpec
 from wire.service import log, notify, run
 
 BLOCK_SIZE = 16
+DRAFT_AUTO = 2
+PARKING_SLOTS = 2  # states beyond --slots, so that a sequence whose image is being saved keeps the next one out of its seat only
 
 
 def main(config: Config) -> int:
@@ -32,23 +38,21 @@ def main(config: Config) -> int:
     files = find_model(config.model)
     num_blocks = config.ctx // BLOCK_SIZE
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // len(devices(config.device))))
-    model = load_model(files, config.dtype, exact=config.exact == "on")
-    check_memory(config, model, num_blocks)
-    kv = KvCache(model.spec, num_blocks, BLOCK_SIZE, model.kv_dtype)
+    model, draft = with_drafts(config, files)
+    state_slots = config.slots + PARKING_SLOTS if model.spec.delta else 0
+    check_memory(config, model, num_blocks, state_slots, draft.most)
+    kv = KvCache(model.spec, num_blocks, BLOCK_SIZE, model.kv_dtype, state_slots, draft.most)
     exact, exact_note = prove(model) if config.exact == "on" else (False, "--exact off")
-    log.info(
-        "%s as %s: weights %d MiB, pool %d cells in %d MiB, exact %s%s",
-        files.name, model.dtype_name, model.weight_bytes >> 20, num_blocks * BLOCK_SIZE, kv.bytes >> 20,
-        "yes" if exact else "no", f" ({exact_note})" if exact_note else "",
-    )  # fmt: skip
     max_context = min(num_blocks * BLOCK_SIZE, model.spec.max_context)
     hello = Hello(
         name=name, pid=os.getpid(), model=files.name, device="cpu", dtype=model.dtype_name, pool_cells=num_blocks * BLOCK_SIZE,
         block_size=BLOCK_SIZE, slots=config.slots, max_context=max_context, exact=exact, exact_note=exact_note,
-        weight_bytes=model.weight_bytes, pool_bytes=kv.bytes, vocab=model.spec.vocab,
+        weight_bytes=model.weight_bytes, pool_bytes=kv.bytes, state_bytes=kv.state_bytes, state_slots=state_slots,
+        draft=draft.most, draft_note=draft.note, reuse=may_reuse(config, model.spec), vocab=model.spec.vocab,
     )  # fmt: skip
+    announce(hello)
     identity = f"{name}-{os.getpid()}-{secrets.token_hex(4)}"
-    scheduler = Scheduler(limits(config, files, num_blocks, max_context, exact))
+    scheduler = Scheduler(limits(config, files, model.spec, hello, draft))
     parking = Parking(kv, sockets.hostcache_path(config.run_dir), identity, time.monotonic)
     socket = sockets.dealer_socket(zmq.Context.instance(), sockets.worker_address(config.run_dir), identity.encode())
     worker = Worker(hello, socket, scheduler, Runner(model, kv), parking)
@@ -63,33 +67,96 @@ def main(config: Config) -> int:
     return 0
 
 
-def limits(config: Config, files: ModelFiles, num_blocks: int, max_context: int, exact: bool) -> Limits:
+class Draft(Struct, frozen=True):
+    """What the head may guess."""
+
+    most: int = 0  # tokens for one row of a step
+    note: str = ""  # why none
+    cost: tuple[int, ...] | None = None  # Limits.draft_cost, if measured
+
+
+def with_drafts(config: Config, files: ModelFiles) -> tuple[Model, Draft]:
+    """The model, with its head if it is to draft. ConfigError if it has none and is told to.
+
+    `auto` measures what a guess costs here. A number is taken as it is, with the policy's own figures: so a run repeats.
+    """
+    wanted = draft_length(config.draft)
+    model = load_model(files, config.dtype, exact=config.exact == "on", mtp=wanted != 0)
+    if wanted == 0:
+        return model, Draft(note="--draft 0")
+    if model.spec.mtp is None:
+        if wanted:
+            raise ConfigError(f"--draft {wanted}: {files.name} has no head that drafts; use --draft auto or 0")
+        return model, Draft(note=f"{files.name} has no head that drafts")
+    if wanted:
+        return model, Draft(wanted)
+    cost = measure(model, config.slots)
+    if cost[0] <= TOO_MUCH:
+        return model, Draft(DRAFT_AUTO, cost=cost)
+    del model
+    model = load_model(files, config.dtype, exact=config.exact == "on", mtp=False)
+    return model, Draft(note=f"a guess costs {cost[0]}% of a step here")
+
+
+def may_reuse(config: Config, spec: ModelSpec) -> bool:
+    """Whether blocks may be found again by hash: cells alone do not bring a recurrent state back."""
+    return not config.no_reuse and spec.delta is None
+
+
+def announce(hello: Hello) -> None:
+    """One line in the log: what is in memory and what was promised."""
+    parts = [
+        f"weights {hello.weight_bytes >> 20} MiB",
+        f"pool {hello.pool_cells} cells in {hello.pool_bytes >> 20} MiB",
+        f"exact {'yes' if hello.exact else 'no'}" + (f" ({hello.exact_note})" if hello.exact_note else ""),
+        f"drafts up to {hello.draft}" if hello.draft else f"no drafts ({hello.draft_note})",
+    ]
+    if hello.state_slots:
+        size = hello.state_slots * hello.state_bytes
+        parts.insert(2, f"{hello.state_slots} recurrent states in {size / 2**20:.1f} MiB, so no reuse of earlier prompts")
+    log.info("%s as %s: %s", hello.model, hello.dtype, ", ".join(parts))
+
+
+def limits(config: Config, files: ModelFiles, spec: ModelSpec, hello: Hello, draft: Draft) -> Limits:
     """The settings as the scheduler reads them."""
+    measured = {"draft_cost": draft.cost} if draft.cost else {}
     return Limits(
-        num_blocks=num_blocks,
+        num_blocks=hello.pool_cells // BLOCK_SIZE,
         block_size=BLOCK_SIZE,
         slots=config.slots,
         step_tokens=config.step_tokens,
-        max_context=max_context,
+        max_context=hello.max_context,
         high=config.high,
         low=config.low,
         policy=config.policy,
         resume_order=config.resume_order,
         park_every=config.park_every,
-        reuse=not config.no_reuse,
+        reuse=hello.reuse,
+        draft_max=draft.most,
+        state_slots=hello.state_slots if spec.delta else None,
         eos_token_ids=files.eos_token_ids,
-        exact=exact,
+        exact=hello.exact,
         save=config.park_ram == "auto" or size_bytes(config.park_ram) > 0,
+        **measured,
     )
 
 
-def check_memory(config: Config, model: Model, num_blocks: int) -> None:
-    """ConfigError when the pool would not fit in what the machine has left."""
-    need = num_blocks * block_bytes(model.spec, BLOCK_SIZE, model.kv_dtype)
+def check_memory(config: Config, model: Model, num_blocks: int, state_slots: int, draft_max: int) -> None:
+    """ConfigError when the pool and the states would not fit in what the machine has left beside the weights."""
+    pool = num_blocks * block_bytes(model.spec, BLOCK_SIZE, model.kv_dtype)
+    states = state_slots * state_bytes(model.spec, draft_max)
     available = psutil.virtual_memory().available
-    if need > available:
-        text = f"--ctx {config.ctx}: the pool needs {need >> 20} MiB, {available >> 20} MiB are available; lower --ctx"
-        raise ConfigError(text)
+    if pool + states <= available:
+        return
+    text = f"--ctx {config.ctx}: beside {_mib(model.weight_bytes)} of weights the pool needs {_mib(pool)}"
+    if states:
+        text += f" and {state_slots} recurrent states {_mib(states)}"
+    lower = "--ctx or --slots" if states else "--ctx"
+    raise ConfigError(f"{text}, {_mib(available)} are available; lower {lower}")
+
+
+def _mib(nbytes: int) -> str:
+    return f"{-(-nbytes // 2**20)} MiB"
 
 
 if __name__ == "__main__":

@@ -1,0 +1,118 @@
+"""What a worker settles before it opens its socket: drafts, states, memory, and what it says of them."""
+
+import logging
+
+import psutil
+import pytest
+
+from gpu_worker import __main__ as worker
+from gpu_worker import draft_cost
+from gpu_worker.device.kv_cache import KvCache
+from tests.make_models import write_hf
+from wire.config import Config, ConfigError
+from wire.messages import Hello
+from wire.model_files import find_model
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """A hybrid with a head, and a plain model without."""
+    base = tmp_path_factory.mktemp("models")
+    write_hf(base / "hybrid", arch="qwen35", mtp=True, layers=4)
+    write_hf(base / "plain", arch="llama")
+    return base
+
+
+def settled(folder, **settings):
+    config = Config(model=str(folder), dtype="f32", ctx=256, **settings)
+    files = find_model(config.model)
+    return config, files, *worker.with_drafts(config, files)
+
+
+def test_a_number_of_drafts_is_taken_as_it_is(folders, monkeypatch):
+    monkeypatch.setattr(worker, "measure", lambda *_: pytest.fail("nothing is measured"))
+    _, _, model, draft = settled(folders / "hybrid", draft="3")
+    assert draft == worker.Draft(3) and model.spec.mtp is not None
+
+
+def test_without_drafts_the_head_stays_in_its_file(folders):
+    _, _, model, draft = settled(folders / "hybrid", draft="0")
+    assert draft == worker.Draft(0, "--draft 0") and model.spec.mtp is None
+    plain = KvCache(model.spec, 2, 16, model.kv_dtype)
+    assert plain.hidden is None and plain.layers == len(model.spec.attention_layers)
+
+
+def test_auto_drafts_where_it_pays_and_says_why_not(folders, monkeypatch):
+    monkeypatch.setattr(worker, "measure", lambda *_: (draft_cost.TOO_MUCH, 90))
+    _, _, model, draft = settled(folders / "hybrid")
+    assert draft == worker.Draft(worker.DRAFT_AUTO, cost=(draft_cost.TOO_MUCH, 90)) and model.spec.mtp is not None
+    monkeypatch.setattr(worker, "measure", lambda *_: (draft_cost.TOO_MUCH + 5, 90))
+    _, _, model, draft = settled(folders / "hybrid")
+    assert draft == worker.Draft(0, "a guess costs 85% of a step here") and model.spec.mtp is None
+
+
+def test_a_model_without_a_head(folders):
+    assert settled(folders / "plain")[3] == worker.Draft(0, "plain has no head that drafts")
+    with pytest.raises(ConfigError, match="^--draft 2: plain has no head that drafts; use --draft auto or 0$"):
+        settled(folders / "plain", draft="2")
+
+
+def test_the_limits_of_a_hybrid(folders):
+    config, files, model, draft = settled(folders / "hybrid", draft="3", slots=5)
+    hello = Hello(
+        "w", 1, "m", "cpu", "f32", 256, 16, 5, 256, True, state_slots=7, draft=3, reuse=worker.may_reuse(config, model.spec)
+    )
+    limits = worker.limits(config, files, model.spec, hello, draft)
+    assert (limits.reuse, limits.state_slots, limits.draft_max) == (False, 7, 3)
+    assert worker.limits(config, files, model.spec, hello, worker.Draft(3, cost=(10, 20))).draft_cost == (10, 20)
+
+
+def test_the_limits_of_a_plain_model(folders):
+    config, files, model, draft = settled(folders / "plain")
+    hello = Hello("w", 1, "m", "cpu", "f32", 256, 16, 5, 256, True, reuse=worker.may_reuse(config, model.spec))
+    limits = worker.limits(config, files, model.spec, hello, draft)
+    assert (limits.reuse, limits.state_slots, limits.draft_max) == (True, None, 0)
+
+
+def test_what_does_not_fit_is_refused_with_the_numbers(folders, monkeypatch):
+    config, _, model, _ = settled(folders / "hybrid", draft="2")
+    kv = KvCache(model.spec, 16, 16, model.kv_dtype, 10, 2)
+    whole = kv.bytes + kv.states.bytes
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: Memory(whole))
+    worker.check_memory(config, model, 16, 10, 2)
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: Memory(whole - 1))
+    with pytest.raises(ConfigError) as refused:
+        worker.check_memory(config, model, 16, 10, 2)
+    text = str(refused.value)
+    assert text.startswith("--ctx 256: beside 1 MiB of weights the pool needs ") and "lower --ctx or --slots" in text
+    assert f"10 recurrent states {-(-kv.states.bytes // 2**20)} MiB" in text
+
+
+class Memory:
+    def __init__(self, available: int) -> None:
+        self.available = available
+
+
+def test_a_line_for_the_log(caplog):
+    hello = Hello(
+        "w", 1, "m", "cpu", "f32", 256, 16, 5, 256, False, "why", state_bytes=1 << 20, state_slots=3, draft_note="--draft 0"
+    )
+    with caplog.at_level(logging.INFO, "parkade"):
+        worker.announce(hello)
+    assert caplog.messages == [
+        "m as f32: weights 0 MiB, pool 256 cells in 0 MiB, 3 recurrent states in 3.0 MiB, so no reuse of earlier prompts, "
+        "exact no (why), no drafts (--draft 0)"
+    ]
+
+
+@pytest.mark.parametrize(("most", "known"), [(1, 1), (3, 2), (8, 8)])
+def test_the_cost_of_a_guess_is_measured_for_each_number_of_decodes(folders, most, known):
+    _, _, model, _ = settled(folders / "hybrid", draft="1")
+    costs = draft_cost.measure(model, most)
+    assert len(costs) == known and all(cost >= 5 and cost % 5 == 0 for cost in costs)
+
+
+def test_a_slow_model_is_measured_no_longer_than_needed(folders, monkeypatch):
+    _, _, model, _ = settled(folders / "hybrid", draft="1")
+    monkeypatch.setattr(draft_cost, "BUDGET_S", 0.0)
+    assert len(draft_cost.measure(model, 8)) == 1
