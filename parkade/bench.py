@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from parkade.api import Api, ApiError
+from parkade.drafts import Drafts
 from parkade.local import started
 from parkade.streams import Followed, follow
 
@@ -28,18 +29,21 @@ def bench(url: str, api_key: str, serve_flags: str | None, streams: int, prompt_
         model = api.model()
         prompts = [prompt(api, stream, prompt_tokens) for stream in range(streams)]
         table = Table(
-            "round", "tok/s", "TTFT p50", "TTFT p99", "gap p50", "gap p99", "worst gap", "parks", "recomputed", "failed"
-        )
+            "round", "tok/s", "tok/step", "accepted", "TTFT p50", "TTFT p99", "gap p50", "gap p99", "worst gap", "parks",
+            "recomputed", "failed",
+        )  # fmt: skip
         failed = []
         for round_ in range(1, rounds + 1):
             body = {"model": model, "max_tokens": max_tokens, "ignore_eos": True, "temperature": 0}
-            began = time.monotonic()
+            before, began = Drafts.of(api.metrics()), time.monotonic()
             seen = asyncio.run(_round(api, body, prompts))
-            table.add_row(str(round_), *_figures(seen, time.monotonic() - began))
+            took_s = time.monotonic() - began
+            table.add_row(str(round_), *figures(seen, took_s, Drafts.of(api.metrics()).since(before)))
             failed += [stream for stream in seen if stream.error]
         console = Console()
         console.print(
-            f"{model} at {url}: {streams} streams, {prompt_tokens} prompt and {max_tokens} generated tokens each; times in ms"
+            f"{model} at {url}: {streams} streams, {prompt_tokens} prompt and {max_tokens} generated tokens each; times in ms; "
+            f"tok/step: tokens that a stream gets in one step; accepted: of the guesses, by position"
         )
         console.print(table)
         for stream in failed[:5]:
@@ -69,10 +73,12 @@ async def _round(api: Api, body: dict[str, Any], prompts: list[list[int]]) -> li
     return await asyncio.gather(*runs)
 
 
-def _figures(streams: list[Followed], took_s: float) -> list[str]:
+def figures(streams: list[Followed], took_s: float, drafts: Drafts) -> list[str]:
+    """One round's cells of the table, without its number. `drafts` of the whole server in that time."""
     first = [1000 * stream.first_token_s for stream in streams if stream.first_token_s is not None]
     gaps = [1000 * gap for stream in streams for gap in stream.gaps_s()]
     tokens = sum(len(stream.token_ids) for stream in streams)
     times = [percentile(first, 50), percentile(first, 99), percentile(gaps, 50), percentile(gaps, 99), max(gaps, default=0.0)]
     counts = [sum(s.parks for s in streams), sum(s.recomputed_tokens for s in streams), sum(bool(s.error) for s in streams)]
-    return [f"{tokens / took_s:.1f}", *(f"{ms:.1f}" for ms in times), *map(str, counts)]
+    speed = [f"{tokens / took_s:.1f}", f"{drafts.tokens_per_step(tokens):.2f}", drafts.shares()]
+    return [*speed, *(f"{ms:.1f}" for ms in times), *map(str, counts)]

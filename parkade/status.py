@@ -10,6 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from parkade.api import Api, ApiError
+from parkade.drafts import Drafts
 
 BAR_CHARS = 50
 CELLS = (("active", "green"), ("parking", "yellow"), ("resuming", "cyan"), ("reusable", "blue"), ("free", "bright_black"))
@@ -102,6 +103,7 @@ def _figures(now: Snapshot) -> Table:
     preempts = " ".join(
         f"{kind} {int(now.figure(_of('parkade_preempt_total', kind=kind)))}" for kind in ("pressure", "forced", "explicit")
     )
+    drafts = Drafts.of(now.metrics)
     denied = int(sum(value for name, value in now.metrics.items() if name.startswith("parkade_park_denied_total")))
     rows = (
         ("running", now.figure("parkade_requests_running"), "queued", now.figure("parkade_requests_queued"),
@@ -109,6 +111,8 @@ def _figures(now: Snapshot) -> Table:
         ("tokens", now.figure("parkade_tokens_generated_total"), "resumes", now.figure("parkade_resume_total"),
          "recomputed", now.figure("parkade_recompute_tokens_total")),
         ("parks", preempts, "denied", denied, "park RAM", f"{used:.0f} used, {held:.0f} held of {budget:.0f} MiB"),
+        ("drafts", f"up to {most}" if (most := now.props["draft"]) else f"none: {now.props['draft_note']}",
+         "drafted", sum(drafts.drafted), "accepted", drafts.shares()),
     )  # fmt: skip
     for row in rows:
         table.add_row(
@@ -118,12 +122,14 @@ def _figures(now: Snapshot) -> Table:
 
 
 def _slots(slots: list[dict[str, Any]]) -> Table:
-    table = Table("slot", "state", "request", "tokens", "parks", "recomputes", "parked ms", box=None, header_style="dim")
+    names = ("slot", "state", "request", "tokens", "parks", "recomputes", "parked ms", "drafted", "accepted")
+    table = Table(*names, box=None, header_style="dim")
     for slot in sorted(slots, key=lambda slot: (slot["state"] == "idle", slot["id"]))[:MAX_SLOTS_SHOWN]:
         state = slot["state"]
         table.add_row(
             str(slot["id"]), Text(state, style=STATES.get(state, "")), slot["request_id"], str(slot["n_tokens"]),
-            str(slot["n_preempt"]), str(slot["n_recompute"]), str(slot["parked_ms"]),
+            str(slot["n_preempt"]), str(slot["n_recompute"]), str(slot["parked_ms"]), str(slot["drafted"]),
+            "-" if slot["acceptance"] is None else f"{slot['acceptance']:.0%}",
         )  # fmt: skip
     if len(slots) > MAX_SLOTS_SHOWN:
         table.add_row("…", f"{len(slots) - MAX_SLOTS_SHOWN} more")

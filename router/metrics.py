@@ -89,6 +89,9 @@ class Metrics:
         workers = totals.workers()
         yield CounterMetricFamily("parkade_steps", "Forward passes", value=workers.steps)
         yield CounterMetricFamily("parkade_prefill_tokens", "Tokens fed that gave no new token", value=workers.prefill_tokens)
+        positions = max([worker.hello.draft for worker in fleet.workers.values()], default=0)
+        yield _by_position("parkade_drafted_tokens", "Tokens that the model's head guessed", workers.drafted, positions)
+        yield _by_position("parkade_accepted_tokens", "Guesses that the model agreed with", workers.accepted, positions)
 
 
 def _counters(name: str, text: str, label: str, values: Mapping[str, int], known: tuple[str, ...]) -> Metric:
@@ -96,6 +99,12 @@ def _counters(name: str, text: str, label: str, values: Mapping[str, int], known
     for value in dict.fromkeys([*known, *sorted(values)]):
         family.add_metric([value], values.get(value, 0))
     return family
+
+
+def _by_position(name: str, text: str, values: list[int], positions: int) -> Metric:
+    """`position` 1 is the first guess behind a sequence's newest token."""
+    known = {str(position): value for position, value in enumerate(values, 1)}
+    return _counters(name, text, "position", known, tuple(str(position + 1) for position in range(positions)))
 
 
 def _histogram(name: str, text: str, histogram: Histogram) -> Metric:

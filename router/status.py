@@ -60,4 +60,11 @@ def _worker_status(worker: Worker, now: float) -> WorkerStatus:
         exact_note=hello.exact_note,
         cells=worker.cells,
         step=worker.load.step if worker.load is not None else 0,
+        weight_bytes=hello.weight_bytes,
+        pool_bytes=hello.pool_bytes,
+        state_bytes=hello.state_bytes,
+        state_slots=hello.state_slots,
+        draft=hello.draft,
+        draft_note=hello.draft_note,
+        reuse=hello.reuse,
     )

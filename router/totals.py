@@ -3,6 +3,7 @@
 import copy
 from bisect import bisect_left
 from collections import Counter
+from itertools import zip_longest
 
 from msgspec import Struct
 
@@ -45,6 +46,8 @@ class WorkerTotals(Struct):
     recomputed_tokens: int = 0
     steps: int = 0
     prefill_tokens: int = 0
+    drafted: list[int] = []  # by position
+    accepted: list[int] = []
 
     def add(self, counters: Counters) -> None:
         self.preempt.update(counters.preempt)
@@ -53,6 +56,13 @@ class WorkerTotals(Struct):
         self.recomputed_tokens += counters.recomputed_tokens
         self.steps += counters.steps
         self.prefill_tokens += counters.prefill_tokens
+        self.drafted = _added(self.drafted, counters.drafted)
+        self.accepted = _added(self.accepted, counters.accepted)
+
+
+def _added(one: list[int], other: list[int]) -> list[int]:
+    """Sums place by place; the shorter one has 0 behind its end."""
+    return [a + b for a, b in zip_longest(one, other, fillvalue=0)]
 
 
 class Totals:

@@ -10,7 +10,7 @@ from router.openai.errors import ApiError, shutting_down
 from router.openai.limits import MAX_BODY_BYTES
 from router.openai.params import MAX_N, MAX_STOP_STRINGS, MAX_STREAMS
 from router.openai.serving import Serving
-from wire.messages import MAX_LOGPROBS
+from wire.messages import MAX_LOGPROBS, Slot
 
 
 async def models(request: Request) -> Response:
@@ -43,9 +43,13 @@ async def metrics(request: Request) -> Response:
 
 
 async def slots(request: Request) -> Response:
-    """GET /slots: a JSON array with every key in every entry."""
+    """GET /slots: a JSON array with every key in every entry. `acceptance` is null before anything was drafted."""
     status = await request.app.state.serving.status()
-    return _json([msgspec.structs.asdict(slot) for slot in status.slots])
+    return _json([msgspec.structs.asdict(slot) | {"acceptance": _acceptance(slot)} for slot in status.slots])
+
+
+def _acceptance(slot: Slot) -> float | None:
+    return round(slot.accepted / slot.drafted, 4) if slot.drafted else None
 
 
 async def props(request: Request) -> Response:
@@ -61,6 +65,12 @@ async def props(request: Request) -> Response:
             "slots": sum(worker.slots for worker in alive),
             "exact": bool(alive) and all(worker.exact for worker in alive),
             "exact_note": "; ".join(dict.fromkeys(worker.exact_note for worker in alive if worker.exact_note)),
+            "draft": max((worker.draft for worker in alive), default=0),
+            "draft_note": "; ".join(dict.fromkeys(worker.draft_note for worker in alive if worker.draft_note)),
+            "reuse": bool(alive) and all(worker.reuse for worker in alive),
+            "weight_bytes": sum(worker.weight_bytes for worker in alive),
+            "pool_bytes": sum(worker.pool_bytes for worker in alive),
+            "state_bytes": sum(worker.state_bytes * worker.state_slots for worker in alive),
             "ready": status.ready,
             "draining": serving.draining or status.draining,
             "has_chat_template": serving.text.has_chat_template,

@@ -69,12 +69,13 @@ class FakeClient:
 def ready_status(**changes: object) -> Status:
     """A router with one healthy worker."""
     worker = WorkerStatus(
-        "cpu0", "smollm2", "cpu", "bf16", True, pool_cells=2048, block_size=16, slots=4, max_context=2048, exact=True
-    )
+        "cpu0", "smollm2", "cpu", "bf16", True, pool_cells=2048, block_size=16, slots=4, max_context=2048, exact=True,
+        weight_bytes=1000, pool_bytes=500, state_bytes=70, state_slots=6, draft=2, reuse=False,
+    )  # fmt: skip
     given = {
         "request_id": "status",
         "ready": True,
-        "slots": [Slot(0), Slot(1, "chatcmpl-1", "parked", 300, True, 2, 1, 45)],
+        "slots": [Slot(0), Slot(1, "chatcmpl-1", "parked", 300, True, 2, 1, 45, 30, 20)],
         "workers": [worker],
         "metrics": 'parkade_preempt_total{kind="pressure"} 0\n',
     }

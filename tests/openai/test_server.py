@@ -29,8 +29,9 @@ async def test_health(adapter: Adapter) -> None:
 
 async def test_slots_have_every_key(adapter: Adapter) -> None:
     names = ("id", "request_id", "state", "n_tokens", "is_preempted", "n_preempt", "n_recompute", "parked_ms")
-    idle = (0, "", "idle", 0, False, 0, 0, 0)
-    parked = (1, "chatcmpl-1", "parked", 300, True, 2, 1, 45)
+    names += ("drafted", "accepted", "acceptance")
+    idle = (0, "", "idle", 0, False, 0, 0, 0, 0, 0, None)
+    parked = (1, "chatcmpl-1", "parked", 300, True, 2, 1, 45, 30, 20, 0.6667)
     told = (await adapter.http.get("/slots")).json()
     assert told == [dict(zip(names, slot, strict=True)) for slot in (idle, parked)]
 
@@ -47,6 +48,8 @@ async def test_props(adapter: Adapter) -> None:
     assert (props["exact"], props["draining"], props["ready"]) == (True, False, True)
     assert props["workers"][0]["cells"] == {"active": 0, "reusable": 0, "parking": 0, "resuming": 0, "free": 0}
     assert props["limits"]["max_n"] == 128
+    assert (props["draft"], props["draft_note"], props["reuse"]) == (2, "", False)
+    assert (props["weight_bytes"], props["pool_bytes"], props["state_bytes"]) == (1000, 500, 6 * 70)
 
 
 async def test_models(adapter: Adapter) -> None:

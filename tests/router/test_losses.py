@@ -2,6 +2,7 @@
 
 from router.fleet import LOST_S, SUSPECT_S
 from router.ledger import MAX_REPLAYS
+from router.metrics import Metrics
 from tests.router.scene import Scene
 from wire.messages import Cancel, Counters, Finished, Goodbye, Notice, PoolCells, Usage
 
@@ -273,6 +274,25 @@ def test_counters_add_up_over_the_lives_of_a_worker():
     total = scene.ledger.totals.workers()
     assert total.preempt == {"pressure": 5, "forced": 4}
     assert (total.resumed, total.recomputed_tokens, total.denied) == (7, 50, {"full": 1})
+
+
+def test_drafts_add_up_by_position():
+    scene = Scene()
+    scene.hello(draft=1)
+    assert 'parkade_drafted_tokens_total{position="1"} 0.0' in Metrics(scene.ledger).text(None, scene.now)
+    scene.load(counters=Counters(drafted=[30], accepted=[20]))
+    scene.hello(NEXT, draft=3)
+    scene.load(NEXT, counters=Counters(drafted=[10, 8], accepted=[5, 2]))
+    text = Metrics(scene.ledger).text(None, scene.now)
+    for kind, values in (("drafted", (40, 8, 0)), ("accepted", (25, 2, 0))):
+        for position, value in enumerate(values, 1):
+            assert f'parkade_{kind}_tokens_total{{position="{position}"}} {float(value)}\n' in text
+
+
+def test_without_a_head_no_position_is_shown():
+    scene = Scene()
+    scene.hello()
+    assert "position=" not in Metrics(scene.ledger).text(None, scene.now)
 
 
 def test_seats_of_two_workers_have_numbers_of_their_own():
