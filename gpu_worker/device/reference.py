@@ -82,10 +82,14 @@ def silu_mul(gate_up: Tensor) -> Tensor:
 
 
 def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate the halves of each head: x [T, heads, head_dim], cos and sin float32 [T, head_dim / 2]; float32 inside."""
-    first, second = x.float().chunk(2, -1)
+    """Rotate the halves of the first dimensions of each head, the others stay; float32 inside.
+
+    x [T, heads, head_dim], cos and sin float32 [T, rotated dimensions / 2].
+    """
+    half = cos.shape[-1]
+    first, second, rest = x.float().split([half, half, x.shape[-1] - 2 * half], -1)
     cos, sin = cos[:, None], sin[:, None]
-    return torch.cat([first * cos - second * sin, second * cos + first * sin], -1).to(x.dtype)
+    return torch.cat([first * cos - second * sin, second * cos + first * sin, rest], -1).to(x.dtype)
 
 
 # cells and attention --------------------------------------------------------------------------------------------------
@@ -104,6 +108,7 @@ class _Task:
     rows: Tensor  # int64 [tasks, rows per task]; padding repeats a row
     mask: Tensor  # bool [tasks, 1, query rows, cells]: True where a cell is read
     keep: int  # rows, in flattened order, that are no padding
+    first: int  # the cell at which attention begins
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,8 +119,9 @@ class AttentionPlan:
     group: int  # query heads a key-value head
 
     @staticmethod
-    def of(positions: Tensor, seq_of: Tensor, tables: Tensor, kv: KvCache, heads: int) -> "AttentionPlan":
-        """From positions, seq_of [T] and tables [S, blocks]; the rows of a sequence are contiguous."""
+    def of(positions: Tensor, seq_of: Tensor, tables: Tensor, kv: KvCache, heads: int, first_cell: int = 0) -> "AttentionPlan":
+        """From positions, seq_of [T] and tables [S, blocks]; the rows of a sequence are contiguous. Cells before `first_cell`
+        are not read; no position may lie there."""
         group = heads // kv.tensor.shape[3]
         starts = [0, *((seq_of[1:] != seq_of[:-1]).nonzero()[:, 0] + 1).tolist(), len(seq_of)]
         tasks = []
@@ -126,10 +132,10 @@ class AttentionPlan:
                 singles.setdefault(cells, []).append(first)
             else:
                 table = tables[int(seq_of[first])][None]
-                tasks.append(_task(torch.arange(first, last), QUERY_ROWS, positions, table, cells, kv, group))
+                tasks.append(_task(torch.arange(first, last), QUERY_ROWS, positions, table, cells, kv, group, first_cell))
         for cells, rows in singles.items():
             index = torch.tensor(rows)
-            tasks.append(_task(index, 1, positions, tables[seq_of[index].long()], cells, kv, group))
+            tasks.append(_task(index, 1, positions, tables[seq_of[index].long()], cells, kv, group, first_cell))
         return AttentionPlan(tasks, group)
 
 
@@ -161,7 +167,7 @@ def _round_up(n: int, multiple: int) -> int:
     return -(-n // multiple) * multiple
 
 
-def _task(rows: Tensor, tile: int, positions: Tensor, tables: Tensor, cells: int, kv: KvCache, group: int) -> _Task:
+def _task(rows: Tensor, tile: int, positions: Tensor, tables: Tensor, cells: int, kv: KvCache, group: int, first: int) -> _Task:
     keep = len(rows)
     rows = torch.cat([rows, rows[-1:].expand(-keep % tile)]).view(-1, tile)
     blocks = cells // kv.block_size
@@ -169,17 +175,18 @@ def _task(rows: Tensor, tile: int, positions: Tensor, tables: Tensor, cells: int
         scratch = torch.full((len(tables), blocks - tables.shape[1]), kv.scratch, dtype=tables.dtype)
         tables = torch.cat([tables, scratch], 1)
     at = positions[rows].long()
-    mask = torch.arange(cells)[None, None] <= at[:, :, None]
+    cell = torch.arange(cells)[None, None]
+    mask = (cell <= at[:, :, None]) & (cell >= first)
     mask = mask[:, None].expand(-1, group, -1, -1).reshape(len(rows), group * tile, cells)
     padding = -(group * tile) % 4
     if padding:
         mask = torch.cat([mask, mask[:, :1].expand(-1, padding, -1)], 1)
     ends = [int(at.max()) + 1] if len(tables) == 1 else (at[:, 0] + 1).tolist()
-    return _Task(tables[:, :blocks].long(), ends, rows, mask[:, None].contiguous(), keep)
+    return _Task(tables[:, :blocks].long(), ends, rows, mask[:, None].contiguous(), keep, first)
 
 
 def _gather(kv: KvCache, layer: int, task: _Task) -> tuple[Tensor, Tensor]:
-    """Keys and values [sequences, kv_heads, cells, head_dim]; zero behind a sequence's end, where old bytes may be NaN."""
+    """Keys and values [sequences, kv_heads, cells, head_dim]; zero where nothing is read, as old bytes may be NaN."""
     _, _, _, kv_heads, block_size, dim = kv.tensor.shape
     sequences, blocks = task.tables.shape
     part = torch.arange(2)[None, :, None, None]
@@ -189,4 +196,5 @@ def _gather(kv: KvCache, layer: int, task: _Task) -> tuple[Tensor, Tensor]:
     both = rows.view(sequences, 2, kv_heads, blocks * block_size, dim)
     for sequence, end in enumerate(task.ends):
         both[sequence, :, :, end:] = 0
+        both[sequence, :, :, : task.first] = 0
     return both[:, 0], both[:, 1]

@@ -62,8 +62,9 @@ def _sizes(delta: DeltaSpec, draft_max: int) -> dict[str, int]:
 
 
 class StateCache:
-    """`slots` slots and one scratch slot behind them. All float32, `folded` apart. The log and `conv` are rings: position p lies at p modulo
-    their length. What a slot holds at positions that its sequence has not reached is never read, so nothing needs clearing."""
+    """`slots` slots and one scratch slot behind them. All float32, `folded` apart. The log and `conv` are rings: position p lies
+    at p modulo their length. What a slot holds at positions that its sequence has not reached is never read, so nothing needs
+    clearing."""
 
     state: Tensor  # [slots + 1, layers, value_heads, key_dim, value_dim]
     log_k: Tensor  # [slots + 1, layers, log, key_heads, key_dim]: normalised keys

@@ -24,12 +24,18 @@ class Batch:
     state_slots: Tensor  # int32 [S], of the state cache; not read where the model has no recurrent state
 
     @staticmethod
-    def of(rows: list[tuple[list[int], int, list[int]]], last_only: bool = True) -> "Batch":
+    def of(
+        rows: list[tuple[list[int], int, list[int]]],
+        last_only: bool = True,
+        drafts: list[int] | None = None,
+        state_slots: list[int] | None = None,
+    ) -> "Batch":
         """A batch from (token ids to feed, position of the first, blocks) for each sequence.
 
-        The last row of each sequence goes to the head, or every row if not `last_only`. No row is a draft, and sequence i has
-        state slot i.
+        The last row of each sequence goes to the head, or every row if not `last_only`. The last `drafts[i]` rows of sequence i
+        are drafts (none where not given), and it has state slot `state_slots[i]` (i where not given).
         """
+        drafts, state_slots = drafts or [0] * len(rows), state_slots or list(range(len(rows)))
         width = max(len(blocks) for _, _, blocks in rows)
         ids: list[int] = []
         positions: list[int] = []
@@ -47,6 +53,6 @@ class Batch:
             seq_of=torch.tensor(seq_of, dtype=torch.int32),
             block_tables=tables,
             out_rows=torch.tensor(out, dtype=torch.int64),
-            known=torch.tensor([start + len(tokens) for tokens, start, _ in rows], dtype=torch.int32),
-            state_slots=torch.arange(len(rows), dtype=torch.int32),
+            known=torch.tensor([start + len(tokens) - n for (tokens, start, _), n in zip(rows, drafts)], dtype=torch.int32),
+            state_slots=torch.tensor(state_slots, dtype=torch.int32),
         )
