@@ -12,11 +12,12 @@ class ModelError(ConfigError):
 
 
 class RopeSpec(Struct, frozen=True):
-    """Rotary positions: frequency of pair j is `theta**(-2j/head_dim)`, changed by `kind`, then divided by `factors[j]` if given.
+    """Rotary positions: frequency of pair j is `theta**(-2j/d)`, changed by `kind`, then divided by `factors[j]` if given.
 
-    kind "linear" divides every frequency by `factor`; "llama3" and "yarn" are the formulas of transformers' rope_utils
-    (`original_context` is their `original_max_position_embeddings`). `attention_factor` scales cos and sin of yarn; None
-    means `0.1 * ln(factor) + 1`. `factors` (head_dim / 2 divisors) come from a GGUF file's `rope_freqs.weight`.
+    d is how many dimensions of a head are rotated. kind "linear" divides every frequency by `factor`; "llama3" and "yarn"
+    are the formulas of transformers' rope_utils (`original_context` is their `original_max_position_embeddings`).
+    `attention_factor` scales cos and sin of yarn; None means `0.1 * ln(factor) + 1`. `factors` (d / 2 divisors) come from a
+    GGUF file's `rope_freqs.weight`.
     """
 
     theta: float = 10000.0
