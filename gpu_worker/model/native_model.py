@@ -71,7 +71,8 @@ class NativeModel:
         """float32 [n_out, hidden]: hidden rows after the final norm; writes the cells of every row, the head's included, and
         the states of its sequences.
 
-        IndexError if a number of the batch is out of range. `layers` runs only some layers (the proof of exactness does).
+        IndexError if a number of the batch is out of range, ValueError if a slot's state is of another position. `layers` runs
+        only some layers (the proof of exactness does).
         """
         out = torch.empty(len(batch.out_rows), self.spec.hidden)
         only = None if layers is None else np.array(layers, dtype=np.int32)
@@ -129,11 +130,15 @@ class NativeModel:
         step.tokens, step.positions, step.seq_of = token_ids.data_ptr(), positions.data_ptr(), seq_of.data_ptr()
         step.tables = tables.data_ptr()
         _point_to(step, kv)
-        if not function(self._model, ctypes.byref(step)):
+        done = function(self._model, ctypes.byref(step))
+        if not done:
             self._rope.reach(int(positions.max()))  # a sequence has outgrown the table, or the step is wrong
             self._set_rope()
-            if not function(self._model, ctypes.byref(step)):
-                raise IndexError("a token id, a position, a block or a state slot of the step is out of range")
+            done = function(self._model, ctypes.byref(step))
+        if not done:
+            raise IndexError("a token id, a position, a block or a state slot of the step is out of range")
+        if done < 0:
+            raise ValueError("a state slot holds the state of another position")
 
     def _set_rope(self) -> None:
         self._lib.pk_set_rope(self._model, self._rope.cos.data_ptr(), self._rope.sin.data_ptr(), len(self._rope.cos))

@@ -61,9 +61,10 @@ class Delta {
  public:
   explicit Delta(Workspace& work) : w_(work), s_(work.s), scratch_(work.team.size()) {}
 
-  void reserve(const Step& step) {
+  // False if a slot's state is not one that its rows can go on from.
+  bool reserve(const Step& step) {
     sequences_.clear();
-    if (!s_.value_heads) return;
+    if (!s_.value_heads) return true;
     for (int row = 0; row < step.rows; row++) {
       const int number = step.seq_of[row];
       if (row && number == step.seq_of[row - 1]) {
@@ -71,8 +72,11 @@ class Delta {
         continue;
       }
       const int start = step.positions[row];
-      sequences_.push_back({row, 1, start, step.known[number], start ? folded(step, number) : 0, number});
+      const int done = start ? folded(step, number) : 0, due = FOLD * (start / FOLD) - done;
+      if (due != 0 && due != FOLD) return false;
+      sequences_.push_back({row, 1, start, step.known[number], done, number});
     }
+    return true;
   }
 
   // The rows' outputs, normed and gated, [value_width] each in `attended`; logs, states and inputs of all rows. also(i) is
@@ -141,7 +145,7 @@ class Delta {
     my.states.resize(heads() * state_values);
     const int first_head = key_head * heads(), last = q.start + q.count - 1;
     if (q.start == 0) memset(slot.state(first_head), 0, sizeof(float) * heads() * state_values);
-    for (int at = q.folded; at < FOLD * (q.start / FOLD); at += FOLD) fold(slot, at, slot.state(first_head), my);
+    if (q.folded < FOLD * (q.start / FOLD)) fold(slot, q.folded, slot.state(first_head), my);
     const float* states = slot.state(first_head);
     for (int at = q.start, end; at <= last; at = end) {
       end = std::min(last + 1, FOLD * (at / FOLD + 1));

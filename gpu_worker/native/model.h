@@ -20,21 +20,21 @@ class Model {
     work_.positions = positions;
   }
 
-  // False, and nothing done, if a number of the step points outside the embedding, the positions, a block table, the blocks
-  // or the state slots.
-  bool forward(const Step& step) {
-    if (!possible(step)) return false;
+  // 0, and nothing done, if a number of the step points outside the embedding, the positions, a block table, the blocks or
+  // the state slots; -1 likewise if a state is not one that its rows can go on from.
+  int forward(const Step& step) {
+    if (!possible(step) || !have_slots(step)) return 0;
     const bool narrow = !drafts();
     layers_.reserve(step, s_.intermediate, narrow);
-    layers_.delta.reserve(step);
+    if (!layers_.delta.reserve(step)) return -1;
     if (!narrow) final_.resize((size_t)step.rows * s_.hidden);
     work_.team.run([&](int thread) { run(step, thread, narrow); });
     layers_.delta.finish(step);
-    if (narrow) return true;
+    if (narrow) return 1;
     head.keep(step, final_.data());
     for (int i = 0; i < step.out_count; i++)
       memcpy(step.hidden + (size_t)i * s_.hidden, &final_[(size_t)step.out_rows[i] * s_.hidden], sizeof(float) * s_.hidden);
-    return true;
+    return 1;
   }
 
   // One row for each sequence, at positions from 1 on: step.given to step.hidden, through the head.
@@ -70,9 +70,12 @@ class Model {
       if ((uint32_t)step.seq_of[i] >= (uint32_t)step.sequences || at >= step.table_width) return false;
       if ((uint32_t)step.table(i)[at] >= (uint32_t)b.count) return false;
     }
-    if (!step.states.base) return true;
-    for (int i = 0; i < step.sequences; i++)
-      if ((uint32_t)step.slots[i] >= (uint32_t)step.states.slots) return false;
+    return true;
+  }
+
+  bool have_slots(const Step& step) const {
+    for (int i = 0; s_.value_heads && i < step.sequences; i++)
+      if (!step.states.base || (uint32_t)step.slots[i] >= (uint32_t)step.states.slots) return false;
     return true;
   }
 
