@@ -1,14 +1,14 @@
 """What a plan costs: microseconds a step with few and many running sequences, and with few and many waiting ones.
 
-`python -m benchmarks.planning`. The scheduler is driven as by the worker; the step itself is free. Handling the step's results is
-timed apart.
+`python -m benchmarks.planning`, with guesses `--draft 2`. The scheduler is driven as by the worker; the step itself is free.
+Handling the step's results is timed apart. Every second row with guesses accepts one.
 """
 
 import argparse
 import statistics
 import time
 
-from gpu_worker.policy.events import RowResult, StepDone, Submitted
+from gpu_worker.policy.events import Row, RowResult, StepDone, Submitted
 from gpu_worker.policy.scheduler import Limits, Scheduler
 from wire.messages import Generate, Sampling, Submit
 
@@ -16,11 +16,14 @@ PROMPT_LEN = 64
 GOAL_US = {4: 50.0, 1000: 3000.0}
 
 
-def scheduler_with(running: int, waiting: int, steps: int) -> Scheduler:
+def scheduler_with(running: int, waiting: int, steps: int, draft: int) -> Scheduler:
     """All prompts computed, everything below the watermark for `steps` more steps, `waiting` more in the queue."""
-    blocks = running * ((PROMPT_LEN + steps) // 16 + 3) * 10 // 7
-    limits = Limits(num_blocks=blocks, block_size=16, slots=running, max_context=blocks * 16, step_tokens=max(256, 16 * running))
-    scheduler = Scheduler(limits)
+    blocks = running * ((PROMPT_LEN + 2 * steps + draft) // 16 + 3) * 10 // 7
+    fed = max(256, 16 * running)
+    drafts = {"draft_max": draft, "draft_rows": running * (1 + draft), "draft_cost": (10,)}
+    scheduler = Scheduler(
+        Limits(num_blocks=blocks, block_size=16, slots=running, max_context=blocks * 16, step_tokens=fed, **drafts)
+    )
     for number in range(running + waiting):
         prompt = [number * 7 + index for index in range(PROMPT_LEN)]
         scheduler.handle(Submitted(Submit(Generate(f"r{number}", prompt, sampling=Sampling(seed=1)), number)), 0.0)
@@ -34,19 +37,27 @@ def one_step(scheduler: Scheduler) -> tuple[float, float]:
     began = time.perf_counter()
     plan = scheduler.plan(0.0)
     planned = time.perf_counter()
-    done = StepDone([RowResult(row.request_id, [7] if row.samples else []) for row in plan.rows], plan.epoch)
+    done = StepDone([RowResult(row.request_id, _tokens(row, at)) for at, row in enumerate(plan.rows)], plan.epoch)
     before = time.perf_counter()
     scheduler.handle(done, 0.0)
     return planned - began, time.perf_counter() - before
 
 
+def _tokens(row: Row, at: int) -> list[int]:
+    if not row.samples:
+        return []
+    return [7, 7] if row.draft and at % 2 else [7]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=400)
-    steps = parser.parse_args().steps
+    parser.add_argument("--draft", type=int, default=0)
+    options = parser.parse_args()
+    steps = options.steps
     print(f"{'running':>8} {'waiting':>8} | {'plan us: median':>16} {'p90':>8} | {'results us: median':>18} {'p90':>8} | goal")
     for running, waiting in ((4, 0), (4, 10), (4, 10_000), (1000, 0), (1000, 10), (1000, 10_000)):
-        scheduler = scheduler_with(running, waiting, steps)
+        scheduler = scheduler_with(running, waiting, steps, options.draft)
         count = steps if running < 100 else steps // 4
         plans, results = zip(*(one_step(scheduler) for _ in range(count)))
         assert len(scheduler.book.running) == running and len(scheduler.book.waiting) == waiting

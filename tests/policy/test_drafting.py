@@ -29,6 +29,9 @@ def test_the_last_token_of_a_chunked_prompt_may_be_fed_with_guesses_but_the_firs
     story.submit("b", 1)
     (row,) = story.step().rows
     assert (row.start, row.count, row.draft) == (0, 1, 0), "there is no cell before it whose hidden row could be used"
+    story.submit("c", 1)
+    drafting.assign([story["c"]], story.scheduler.limits)
+    assert story["c"].draft == 0
 
 
 def test_guesses_count_in_the_steps_budget():
