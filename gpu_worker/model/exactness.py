@@ -1,5 +1,6 @@
 """Proves at start, on this machine and for this model's own shapes, that a row's result depends on its sequence only."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -13,6 +14,8 @@ from wire.model_spec import ModelSpec
 BLOCK = 16
 ROWS = 256  # of the long chunk
 FAR = 640  # cells before the rows that are far into a sequence
+DRAFTS = 8  # at most, in a row of the trial
+OTHERS = 4  # sequences beside the one that is looked at
 
 
 class ProvableModel(Protocol):
@@ -25,6 +28,16 @@ class ProvableModel(Protocol):
     def forward(self, batch: Batch, kv: KvCache, layers: list[int] | None = None) -> Tensor: ...
     def logits(self, hidden: Tensor) -> Tensor: ...
     def distinct_layers(self) -> list[int]: ...
+    def draft(self, token_ids: Tensor, positions: Tensor, hidden: Tensor, tables: Tensor, kv: KvCache) -> Tensor: ...
+    def draft_logits(self, rows: Tensor) -> Tensor: ...
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Where a sequence lies: its blocks and its state slot."""
+
+    blocks: list[int]
+    slot: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,81 +47,168 @@ class _Trial:
     model: ProvableModel
     kv: KvCache
     tokens: list[int]
-    one: list[int]
-    two: list[int]
+    one: _Place
+    two: _Place
+    others: list[_Place]
     far: int
     layers: list[int]
 
-    def run(self, *rows: tuple[list[int], int, list[int]], last_only: bool = True) -> Tensor:
-        return self.model.forward(Batch.of(list(rows), last_only), self.kv, self.layers)
+    def run(self, *rows: tuple[list[int], int, _Place], last_only: bool = True, drafts: int = 0) -> Tensor:
+        """`drafts`: of each sequence's rows, how many are guesses."""
+        fed = [(tokens, start, place.blocks) for tokens, start, place in rows]
+        slots = [place.slot for _, _, place in rows]
+        return self.model.forward(Batch.of(fed, last_only, [drafts] * len(rows), slots), self.kv, self.layers)
+
+    def guess(self, *rows: tuple[int, int, _Place]) -> Tensor:
+        """Two chained passes of the head, [n, 2, hidden], for n sequences: a token, its position, a place."""
+        assert self.kv.hidden is not None
+        width = max(len(place.blocks) for _, _, place in rows)
+        tables = torch.tensor([(place.blocks * width)[:width] for _, _, place in rows], dtype=torch.int32)
+        ids, at = torch.tensor([token for token, _, _ in rows]), torch.tensor([at for _, at, _ in rows], dtype=torch.int32)
+        before = torch.tensor([place.blocks[(at - 1) // BLOCK] for _, at, place in rows])
+        first = self.model.draft(ids, at, self.kv.hidden[before], tables, self.kv)
+        second = self.model.draft(ids, at + 1, first, tables, self.kv)
+        return torch.stack([first, second], 1)
 
 
 def prove(model: ProvableModel) -> tuple[bool, str]:
     """(True, "") if every comparison of bytes held, else (False, what differed, in one line).
 
-    Runs one layer of each kind that the model has, so it takes a few passes over a few layers.
+    Runs one layer of each kind that the model has, and its head, so it takes a few passes over a few layers.
     """
     if not model.exact:
         return False, "exactness is turned off"
-    rows = min(ROWS, model.spec.max_context)
-    far = min(FAR, model.spec.max_context - rows)
-    blocks = -(-(far + rows) // BLOCK)
-    kv = KvCache(model.spec, 2 * blocks + 4, BLOCK, model.kv_dtype)
-    generator = torch.Generator().manual_seed(1)
-    tokens = torch.randint(model.spec.vocab, (rows,), generator=generator).tolist()
-    order = torch.randperm(2 * blocks, generator=generator).tolist()
-    trial = _Trial(model, kv, tokens, order[:blocks], order[blocks:], far, model.distinct_layers())
-    for same, what in (
+    trial = _trial(model)
+    checks = [
         (_chunks, "one long chunk and several short ones"),
         (_logits, "many rows and few rows in the head"),
         (_company, "a row alone and a row beside others"),
         (_far, "rows of a chunk and single rows far into a sequence"),
-    ):
+    ]
+    if model.spec.delta or model.spec.mtp:
+        checks.append((_drafts, "rows behind rejected drafts and rows without drafts"))
+    if model.spec.mtp:
+        checks.append((_guesses, "the drafting head alone and beside others"))
+    for same, what in checks:
         if not same(trial):
             return False, f"results of a row differ between {what}"
     return True, ""
 
 
+def _trial(model: ProvableModel) -> _Trial:
+    rows = min(ROWS, model.spec.max_context)
+    far = min(FAR, model.spec.max_context - rows)
+    blocks = -(-(far + rows) // BLOCK)
+    kv = KvCache(model.spec, 2 * blocks + OTHERS, BLOCK, model.kv_dtype, state_slots=2 + OTHERS, draft_max=DRAFTS)
+    generator = torch.Generator().manual_seed(1)
+    tokens = torch.randint(model.spec.vocab, (rows,), generator=generator).tolist()
+    order = torch.randperm(2 * blocks, generator=generator).tolist()
+    one, two = _Place(order[:blocks], 0), _Place(order[blocks:], 1)
+    others = [_Place([2 * blocks + i], 2 + i) for i in range(OTHERS)]
+    return _Trial(model, kv, tokens, one, two, others, far, model.distinct_layers())
+
+
 def _chunks(t: _Trial) -> bool:
     whole = t.run((t.tokens, 0, t.one), last_only=False)
-    parts, start = [], 0
-    for size in (1, 7, 33, 2, 64, 5, len(t.tokens)):
-        if fed := t.tokens[start : start + size]:
-            parts.append(t.run((fed, start, t.two), last_only=False))
-        start += size
+    parts = [t.run((fed, start, t.two), last_only=False) for fed, start in _split(t.tokens, 1, 7, 33, 2, 64, 5, len(t.tokens))]
     return torch.equal(whole, torch.cat(parts)) and _same_cells(t)
 
 
 def _logits(t: _Trial) -> bool:
     hidden = t.run((t.tokens[:64], 0, t.one), last_only=False)
-    logits = t.model.logits(hidden)
     few = ((0, 1), (1, 1), (3, 2), (2, 5), (5, 13))
-    return all(torch.equal(logits[i : i + n], t.model.logits(hidden[i : i + n])) for i, n in few)
+    heads = [t.model.logits, t.model.draft_logits] if t.model.spec.mtp else [t.model.logits]
+    for head in heads:
+        logits = head(hidden.float())
+        if not all(torch.equal(logits[i : i + n], head(hidden[i : i + n].float())) for i, n in few):
+            return False
+    return True
 
 
 def _company(t: _Trial) -> bool:
     last = len(t.tokens) - 1
+    t.run((t.tokens[:last], 0, t.one))
     own = (t.tokens[last:], last, t.one)
     alone = t.run(own)
-    others = [(t.tokens[i : i + 1 + 3 * (i % 2)], 0, [t.kv.num_blocks - 1 - i]) for i in range(4)]
+    others = [(t.tokens[i : i + 1 + 3 * (i % 2)], 0, place) for i, place in enumerate(t.others)]
     return all(torch.equal(alone[0], t.run(*others[:at], own, *others[at:])[at]) for at in range(len(others) + 1))
 
 
 def _far(t: _Trial) -> bool:
     fed = t.tokens[:20]
-    used = t.one[: -(-(t.far + len(fed)) // BLOCK)]
+    used = t.one.blocks[: -(-(t.far + len(fed)) // BLOCK)]
     for block in used:
-        t.kv.tensor[block].normal_(generator=torch.Generator().manual_seed(block))
-    whole = t.run((fed, t.far, used), last_only=False)
-    single = [t.run(([token], t.far + i, used)) for i, token in enumerate(fed)]
+        generator = torch.Generator().manual_seed(block)
+        t.kv.tensor[block].normal_(generator=generator)
+        if t.kv.hidden is not None:
+            t.kv.hidden[block].normal_(generator=generator)
+    one, two = _Place(used, t.one.slot), _Place(used, t.two.slot)
+    for place in (one, two):
+        _fill_state(t, place.slot)
+    whole = t.run((fed, t.far, one), last_only=False)
+    single = [t.run(([token], t.far + i, two)) for i, token in enumerate(fed)]
     return torch.equal(whole, torch.cat(single))
 
 
+def _drafts(t: _Trial) -> bool:
+    """Rows with guesses, of which some and then all others are rejected, before and behind a fold of the state."""
+    plain = t.run((t.tokens[:64], 0, t.one), last_only=False)
+    at = 11
+    t.run((t.tokens[:at], 0, t.two))
+    for guesses, right in ((8, 0), (8, 2), (3, 0), (1, 1), (8, 7), (5, 1), (2, 2), (8, 0)):
+        guessed = t.tokens[at + 1 : at + 1 + right]
+        wrong = [(token + 1) % t.model.spec.vocab for token in t.tokens[at + 1 + right : at + 1 + guesses]]
+        rows = t.run(([t.tokens[at], *guessed, *wrong], at, t.two), last_only=False, drafts=guesses)
+        if not torch.equal(rows[: right + 1], plain[at : at + 1 + right]):
+            return False
+        at += 1 + right
+        if t.kv.hidden is not None:
+            t.kv.hidden[t.two.blocks[(at - 1) // BLOCK]] = rows[right].float()
+    return torch.equal(t.run((t.tokens[at:64], at, t.two), last_only=False), plain[at:])
+
+
+def _guesses(t: _Trial) -> bool:
+    last = len(t.tokens) - 2
+    t.run((t.tokens[:last], 0, t.one))
+    t.run(*((t.tokens[i : i + 3], 0, place) for i, place in enumerate(t.others)))
+    own = (t.tokens[last], last, t.one)
+    alone = t.guess(own)
+    others = [(t.tokens[i], 3, place) for i, place in enumerate(t.others)]
+    return all(torch.equal(alone[0], t.guess(*others[:at], own, *others[at:])[at]) for at in range(len(others) + 1))
+
+
 def _same_cells(t: _Trial) -> bool:
+    """Whether the two places hold the same: cells of the layers that were run and of the head, hidden rows, states."""
+    spec, kv = t.model.spec, t.kv
+    layers = [spec.attention_layers.index(i) for i in t.layers if i in spec.attention_layers]
+    layers += [kv.layers - 1] if spec.mtp else []
     for index in range(-(-len(t.tokens) // BLOCK)):
         cells = min(BLOCK, len(t.tokens) - index * BLOCK)
-        for layer in t.layers:
-            a, b = (t.kv.tensor[blocks[index], layer, :, :, :cells] for blocks in (t.one, t.two))
-            if not torch.equal(a, b):
-                return False
-    return True
+        a, b = t.one.blocks[index], t.two.blocks[index]
+        if not all(torch.equal(*(kv.tensor[block, layer, :, :, :cells] for block in (a, b))) for layer in layers):
+            return False
+        if kv.hidden is not None and not torch.equal(kv.hidden[a], kv.hidden[b]):
+            return False
+    states = [spec.delta.layers.index(i) for i in t.layers if i in spec.delta.layers] if spec.delta else []
+    return all(kv.states is not None and torch.equal(kv.states.state[0, i], kv.states.state[1, i]) for i in states)
+
+
+def _fill_state(t: _Trial, slot: int) -> None:
+    """A state that a sequence could have at `far`, the same in every slot."""
+    states = t.kv.states
+    if states is None:
+        return
+    generator = torch.Generator().manual_seed(2)
+    for part in (states.state, states.log_k, states.log_d, states.log_g, states.conv):
+        part[slot].normal_(generator=generator)
+    states.log_k[slot] /= states.log_k[slot].norm(dim=-1, keepdim=True)
+    states.log_g[slot] = -states.log_g[slot].abs()
+    states.folded[slot] = t.far // BLOCK * BLOCK
+
+
+def _split(tokens: list[int], *sizes: int) -> Iterator[tuple[list[int], int]]:
+    start = 0
+    for size in sizes:
+        if fed := tokens[start : start + size]:
+            yield fed, start
+        start += size
