@@ -33,7 +33,7 @@ LIMITED = {
     "torch": ("gpu_worker", "tools", "benchmarks"),
     "pycuda": ("gpu_worker.device.cuda", "gpu_worker.device.ops"),
     "jinja2": ("router.openai",),
-    "tokenizers": ("router.openai", "wire"),
+    "tokenizers": ("router.openai", "wire", "tools"),
     "starlette": ("router.openai",),
     "uvicorn": ("router.openai",),
     "rich": ("parkade", "benchmarks", "tools"),
