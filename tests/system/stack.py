@@ -5,6 +5,7 @@ import contextlib
 import json
 import os
 import queue
+import re
 import signal
 import subprocess
 import sys
@@ -90,6 +91,13 @@ class Stack:
                 return float(line.rsplit(" ", 1)[1])
         raise KeyError(wanted)
 
+    def drafts(self) -> dict[int, tuple[int, int]]:
+        """Position in a draft -> (tokens drafted there, tokens accepted), since the start."""
+        text = self.http.get("/metrics").text
+        found = re.findall(r'^parkade_(drafted|accepted)_tokens_total\{position="(\d+)"\} (\S+)$', text, re.MULTILINE)
+        figures = {(name, int(position)): int(float(value)) for name, position, value in found}
+        return {n: (value, figures.get(("accepted", n), 0)) for (name, n), value in figures.items() if name == "drafted"}
+
     def slots(self) -> list[dict]:
         return self.http.get("/slots").json()
 
@@ -133,8 +141,7 @@ async def stream(url: str, path: str = "/v1/completions", *, on_tokens=None, **b
     """One streaming request, read to its end. `on_tokens(answer)` is called after each chunk with tokens; False hangs up."""
     answer = Answer()
     body = {
-        "model": "smollm2", "stream": True, "stream_options": {"include_usage": True},
-        "return_token_ids": True, "ignore_eos": True, **body,
+        "stream": True, "stream_options": {"include_usage": True}, "return_token_ids": True, "ignore_eos": True, **body,
     }  # fmt: skip
     async with httpx.AsyncClient(timeout=STREAM_TIMEOUT_S) as client, client.stream("POST", url + path, json=body) as response:
         answer.status = response.status_code
@@ -177,6 +184,18 @@ def together(*streams) -> list[Answer]:
         return await asyncio.wait_for(asyncio.gather(*streams), STREAM_TIMEOUT_S)
 
     return asyncio.run(run())
+
+
+def each(count: int, call):
+    """An `on_tokens` that calls `call(answer)` whenever `count` more tokens have come; a chunk may bring several."""
+    reached = [0]
+
+    def on_tokens(answer: Answer) -> None:
+        if len(answer.ids) >= reached[0] + count:
+            reached[0] = len(answer.ids)
+            call(answer)
+
+    return on_tokens
 
 
 TOPICS = ["a lighthouse keeper", "the tides of the sea", "a city at night", "an old clockmaker", "rivers and mountains", "bread"]

@@ -9,7 +9,7 @@ import socket
 import pytest
 
 from router.client import Client, RejectedError
-from tests.system.stack import STREAM_TIMEOUT_S, Answer, Stack, prompt, stream, together
+from tests.system.stack import STREAM_TIMEOUT_S, Answer, Stack, each, prompt, stream, together
 from wire.messages import Finished, Notice, Tokens
 
 CTX = 512
@@ -68,14 +68,14 @@ def test_a_drain_finishes_what_runs_and_what_is_parked_and_refuses_the_rest(tmp_
     with Stack(tmp_path / "run", ctx=CTX, slots=3, drain_s=120) as stack:
         refused = []
 
-        def on_tokens(answer: Answer) -> None:
-            if not refused and len(answer.ids) % 8 == 0 and stack.metric("parkade_requests_preempted") > 0:
+        def drain_once(_: Answer) -> None:
+            if not refused and stack.metric("parkade_requests_preempted") > 0:
                 stack.process.send_signal(signal.SIGTERM)
                 stack.until(lambda: stack.http.get("/health").status_code == 503, "draining")
                 refused.append(stack.http.post("/v1/completions", json={**SHORT, "max_tokens": 1}))
 
-        bodies = [{"prompt": prompt(i, 100), "temperature": 0, "max_tokens": 200, "on_tokens": on_tokens} for i in range(3)]
-        answers = together(*(stream(stack.url, **body) for body in bodies))
+        bodies = [{"prompt": prompt(i, 100), "temperature": 0, "max_tokens": 200} for i in range(3)]
+        answers = together(*(stream(stack.url, on_tokens=each(8, drain_once), **body) for body in bodies))
         assert refused, "nobody was parked: the test shows nothing"
         assert wholes(answers) == [(200, "length", True, None)] * 3
         assert refused[0].status_code == 503

@@ -12,7 +12,7 @@ import pytest
 
 from hostcache.memory import total_bytes
 from router.client import Client
-from tests.system.stack import READY_TIMEOUT_S, STREAM_TIMEOUT_S, Answer, Stack, prompt, stream, together
+from tests.system.stack import READY_TIMEOUT_S, STREAM_TIMEOUT_S, Answer, Stack, each, prompt, stream, together
 from wire.messages import Finished, Tokens
 
 CTX = 512
@@ -59,12 +59,11 @@ def test_the_host_cache_gives_its_memory_back_after_the_last_lease(stack):
     names = set(os.listdir("/dev/shm"))
     held = []
 
-    def on_tokens(answer: Answer) -> None:
-        if len(answer.ids) % 10 == 0:
-            held.append((stack.metric("parkade_hostcache_held_bytes"), arena_bytes(stack)))
+    def look(_: Answer) -> None:
+        held.append((stack.metric("parkade_hostcache_held_bytes"), arena_bytes(stack)))
 
     bodies = [{"prompt": prompt(i, 60), "max_tokens": 150, "temperature": 0} for i in range(4)]
-    answers = together(stream(stack.url, on_tokens=on_tokens, **bodies[0]), *(stream(stack.url, **b) for b in bodies[1:]))
+    answers = together(stream(stack.url, on_tokens=each(10, look), **bodies[0]), *(stream(stack.url, **b) for b in bodies[1:]))
     assert sum(answer.parkade["parks"] for answer in answers) > 0
     assert 0 < max(figure for figure, _ in held) <= 256 * MIB
     assert 0 < max(nbytes for _, nbytes in held) <= 256 * MIB
