@@ -5,12 +5,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from gpu_worker.device.kv_cache import KvCache
-from gpu_worker.model.batch import Batch
 from gpu_worker.model.load import load_model
 from gpu_worker.model.rope import frequencies
 from tests.device.library import require_native
 from tests.make_models import VOCAB, write_hf
+from tests.model.runs import greedy, logits_of, theirs
 from wire.model_files import find_model
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
@@ -38,18 +37,6 @@ FOLDERS = [
     ),
     pytest.param("qwen3", {"rope": LLAMA3, "new_spelling": True, "shards": 3, "attention_bias": True}, id="qwen3-sharded"),
 ]
-
-
-def logits_of(model, tokens: list[int], chunk: int = 100) -> torch.Tensor:
-    """Of every position, fed in chunks."""
-    kv = KvCache(model.spec, -(-len(tokens) // 16), 16, model.kv_dtype)
-    blocks = list(range(kv.num_blocks))[::-1]
-    parts = [Batch.of([(tokens[at : at + chunk], at, blocks)], last_only=False) for at in range(0, len(tokens), chunk)]
-    return torch.cat([model.logits(model.forward(part, kv)) for part in parts])
-
-
-def theirs(path: Path):
-    return transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager").eval()
 
 
 @pytest.mark.parametrize("native", [True, False], ids=["native", "torch"])
@@ -108,14 +95,3 @@ def test_smollm2(smollm2_theirs, native):
     with torch.inference_mode():
         theirs_greedy = smollm2_theirs.generate(start, max_new_tokens=200, do_sample=False, eos_token_id=-1)[0].tolist()
     assert greedy(model, start[0].tolist(), 200) == theirs_greedy
-
-
-def greedy(model, tokens: list[int], count: int) -> list[int]:
-    kv = KvCache(model.spec, -(-(len(tokens) + count) // 16), 16, model.kv_dtype)
-    blocks = list(range(kv.num_blocks))
-    tokens, fed = list(tokens), 0
-    for _ in range(count):
-        logits = model.logits(model.forward(Batch.of([(tokens[fed:], fed, blocks)]), kv))
-        fed = len(tokens)
-        tokens.append(int(logits[0].argmax()))
-    return tokens
