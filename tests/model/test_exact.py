@@ -1,13 +1,16 @@
 """Recompute in chunks of any size into other blocks, and company in the batch, change no byte of cells and logits."""
 
 import functools
+from dataclasses import replace
 
 import pytest
 import torch
 
 from gpu_worker.device.kv_cache import KvCache
+from gpu_worker.model import decoder
 from gpu_worker.model.batch import Batch
 from gpu_worker.model.decoder import TorchModel
+from gpu_worker.model.delta import DeltaStep
 from gpu_worker.model.exactness import prove
 from gpu_worker.model.load import load_model
 from tests.device.library import require_native
@@ -28,7 +31,7 @@ class Solo:
     def __init__(self, model, prompt: list[int], count: int) -> None:
         self.model, self.prompt_len, self.tokens = model, len(prompt), list(prompt)
         total = -(-(len(prompt) + count) // 16)
-        self.kv = KvCache(model.spec, 2 * total + 20, 16, model.kv_dtype)
+        self.kv = KvCache(model.spec, 2 * total + 20, 16, model.kv_dtype, state_slots=22, draft_max=3)
         generator = torch.Generator().manual_seed(5)
         order = torch.randperm(2 * total, generator=generator).tolist()
         self.blocks, self.other, self.spare = order[:total], order[total:], list(range(2 * total, 2 * total + 20))
@@ -38,13 +41,27 @@ class Solo:
             self.tokens.append(int(self.logits[-1].argmax()))
             self.logits.append(self.feed([(self.tokens[-1:], len(self.tokens) - 1, self.blocks)])[0])
 
-    def feed(self, rows, last_only: bool = True) -> torch.Tensor:
-        return self.model.logits(self.model.forward(Batch.of(rows, last_only), self.kv))
+    def feed(self, rows, last_only: bool = True, drafts: list[int] | None = None) -> torch.Tensor:
+        slots = [self._slot(blocks) for _, _, blocks in rows]
+        return self.model.logits(self.model.forward(Batch.of(rows, last_only, drafts, slots), self.kv))
 
-    def cells(self, blocks: list[int]) -> torch.Tensor:
-        """[cells, layers, k|v, heads, dim] of the whole sequence."""
+    def _slot(self, blocks: list[int]) -> int:
+        """One for the sequence, one for its recomputation, one for each other sequence."""
+        return 2 + self.spare.index(blocks[0]) if blocks[0] in self.spare else int(blocks is self.other)
+
+    def cells(self, blocks: list[int]) -> list[torch.Tensor]:
+        """[cells, layers, k|v, heads, dim] of the whole sequence; the hidden rows of its blocks; its recurrent state."""
         picked = self.kv.tensor[blocks].permute(0, 4, 1, 2, 3, 5)
-        return picked.reshape(-1, *picked.shape[2:])[: len(self.tokens)]
+        found = [picked.reshape(-1, *picked.shape[2:])[: len(self.tokens)]]
+        if self.kv.hidden is not None:
+            found.append(self.kv.hidden[blocks[: -(-len(self.tokens) // 16)]])
+        if self.kv.states:
+            found.append(self.kv.states.state[self._slot(blocks)])
+        return found
+
+    def assert_same_cells(self) -> None:
+        for a, b in zip(self.cells(self.other), self.cells(self.blocks)):
+            assert torch.equal(a, b)
 
 
 def assert_recompute_changes_nothing(solo: Solo, chunk: int) -> None:
@@ -53,7 +70,7 @@ def assert_recompute_changes_nothing(solo: Solo, chunk: int) -> None:
         fed = solo.tokens[at : at + chunk]
         found.append(solo.feed([(fed, at, solo.other)], last_only=False))
     logits = torch.cat(found)[solo.prompt_len - 1 :]
-    assert torch.equal(solo.cells(solo.other), solo.cells(solo.blocks))
+    solo.assert_same_cells()
     assert torch.equal(logits, torch.stack(solo.logits))
 
 
@@ -67,8 +84,9 @@ def assert_company_changes_nothing(solo: Solo, others: int) -> None:
             rows.append(([(7919 * i + 31 * j + n) % 256 for n in range(length)], (i * (j + 1)) % 12, [solo.spare[j]]))
         place = i % (others + 1)
         rows.insert(place, (solo.tokens[at : at + 1], at, solo.other))
-        assert torch.equal(solo.feed(rows)[place], solo.logits[i + 1]), f"step {i} beside {others}"
-    assert torch.equal(solo.cells(solo.other), solo.cells(solo.blocks))
+        drafts = [len(fed) - 1 for fed, _, _ in rows]
+        assert torch.equal(solo.feed(rows, drafts=drafts)[place], solo.logits[i + 1]), f"step {i} beside {others}"
+    solo.assert_same_cells()
 
 
 def prompt(length: int, vocab: int) -> list[int]:
@@ -109,11 +127,13 @@ def test_smollm2_long(dtype, native):
 
 @pytest.mark.parametrize("native", [True, False], ids=["native", "torch"])
 @pytest.mark.parametrize("dtype", ["f32", "bf16"])
-@pytest.mark.parametrize("arch", ["llama", "qwen2", "qwen3"])
+@pytest.mark.parametrize("arch", ["llama", "qwen2", "qwen3", "qwen35"])
 def test_tiny_models_across_splits_of_the_keys(tmp_path, arch, dtype, native):
     if native:
         require_native()
     shape = {"heads": 6, "kv_heads": 2, "head_dim": 32}
+    if arch == "qwen35":
+        shape |= {"interval": 2, "value_heads": 6, "mtp": True}
     files = find_model(str(write_hf(tmp_path / "m", arch, context=2048, **shape)))
     solo = Solo(load_model(files, dtype, threads=2 if native else 1, native=native), prompt(490, files.spec.vocab), 40)
     for chunk in CHUNKS if native else (7, 33, 200):
@@ -156,6 +176,44 @@ def test_the_proof_sees_a_last_bit(tmp_path):
     files = find_model(str(write_hf(tmp_path / "m", "llama")))
     holds, note = prove(RowCountMatters(load_model(files, "f32", native=False)))
     assert not holds and note
+
+
+class HeadSeesCompany:
+    """A planted bug: the head's rows of one sequence differ by one bit from those of several."""
+
+    exact = True
+
+    def __init__(self, model) -> None:
+        self.model, self.spec, self.kv_dtype = model, model.spec, model.kv_dtype
+        self.distinct_layers, self.logits, self.forward = model.distinct_layers, model.logits, model.forward
+        self.draft_logits = model.draft_logits
+
+    def draft(self, token_ids, *rest):
+        rows = self.model.draft(token_ids, *rest)
+        return rows if len(token_ids) == 1 else torch.nextafter(rows, torch.tensor(torch.inf))
+
+
+@pytest.fixture
+def hybrid(tmp_path):
+    return load_model(find_model(str(write_hf(tmp_path / "m", "qwen35", interval=2, mtp=True))), "f32", threads=1, native=False)
+
+
+def test_the_proof_sees_a_head_that_company_changes(hybrid):
+    holds, note = prove(HeadSeesCompany(hybrid))
+    assert not holds and "drafting head" in note
+
+
+def test_the_proof_sees_a_state_that_took_in_guesses(hybrid, monkeypatch):
+    of, finish = DeltaStep.of, DeltaStep.finish
+
+    def known(step, by):
+        return replace(step, spans=[replace(span, known=span.known + by) for span in step.spans])
+
+    assert prove(hybrid) == (True, "")
+    monkeypatch.setattr(decoder.DeltaStep, "of", staticmethod(lambda *given: known(of(*given), 8)))
+    monkeypatch.setattr(decoder.DeltaStep, "finish", lambda step: finish(known(step, -8)))
+    holds, note = prove(hybrid)
+    assert not holds and "rejected drafts" in note
 
 
 def test_the_proof_of_an_inexact_model_says_that_it_is_turned_off(tmp_path):
