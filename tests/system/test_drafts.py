@@ -57,7 +57,7 @@ def without(tmp_path_factory):
 
 
 def cases() -> list:
-    fast = {("bard", "f32", 3), ("random hybrid", "f32", 8), ("smollm2", "auto", 2)}
+    fast = {("bard", "f32", 3), ("smollm2", "auto", 2)}
     every = [(model, "f32", draft) for model in (*TRAINED, *RANDOM) for draft in (1, 2, 3, 8)]
     every += [(model, dtype, draft) for model, dtype in (("bard", "bf16"), ("smollm2", "auto")) for draft in (2, 8)]
     marks = {case: () if case in fast else pytest.mark.long for case in every}

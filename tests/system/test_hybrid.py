@@ -96,7 +96,7 @@ def test_the_server_says_what_it_drafts_and_how_often_it_was_right(stack):
     seen = []
 
     def look(_: Answer) -> None:
-        seen.append(next(slot for slot in stack.slots() if slot["state"] == "running"))
+        seen.extend(slot for slot in stack.slots() if slot["state"] == "running")
 
     answer = together(stream(stack.url, prompt=prompt(2), max_tokens=200, temperature=0, on_tokens=each(40, look)))[0]
     assert len(answer.ids) == 200
