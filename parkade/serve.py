@@ -145,6 +145,7 @@ def _in_words(status: Status) -> str:
     workers = (
         f"{w.name} {w.model} as {w.dtype}, ctx {w.pool_cells}, slots {w.slots}, exact {'yes' if w.exact else 'no'}"
         + (f" ({w.exact_note})" if w.exact_note else "")
+        + (f", drafts up to {w.draft}" if w.draft else f", no drafts ({w.draft_note})")
         for w in status.workers
     )
     return "; ".join(workers)

@@ -4,7 +4,7 @@ A row's result depends on its own logits, tokens and settings only, never on its
 the vocabulary and no cumulative sum decides a draw, so a last-bit change of a logit moves a token as rarely as in greedy.
 """
 
-from math import isfinite, log
+from math import exp, isfinite, log
 
 import numpy as np
 import torch
@@ -15,6 +15,7 @@ from wire.messages import Logprob, Sampling
 
 _MASK = 2**64 - 1
 _GOLDEN = 0x9E3779B97F4A7C15
+_FAR = 8.0  # in logits over the temperature
 _MIX = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB))
 
 
@@ -93,6 +94,11 @@ def token_logprobs(logits: Tensor, targets: list[int], top: int) -> list[Logprob
 
 def gumbel(seed: int, position: int, ids: np.ndarray) -> np.ndarray:
     """Standard Gumbel noise, float64, for token ids (uint64): a pure function of (seed, position, id)."""
+    return _noise(_hash(seed, position, ids))
+
+
+def _hash(seed: int, position: int, ids: np.ndarray) -> np.ndarray:
+    """uint64 below 2**52: the noise grows with it."""
     hashed = ids * np.uint64(_GOLDEN)
     hashed += np.uint64(stream_key(seed, position))
     shifted = np.empty_like(hashed)
@@ -103,6 +109,10 @@ def gumbel(seed: int, position: int, ids: np.ndarray) -> np.ndarray:
     np.right_shift(hashed, np.uint64(31), out=shifted)
     hashed ^= shifted
     hashed >>= np.uint64(12)
+    return hashed
+
+
+def _noise(hashed: np.ndarray) -> np.ndarray:
     noise = hashed.astype(np.float64)  # 52 bits, so that adding a half is exact and 0 < u < 1
     noise += 0.5
     noise *= 2.0**-52
@@ -187,13 +197,18 @@ def _gumbel_max(logits: np.ndarray, best: int, row: SampleRow, ids: np.ndarray) 
     s = row.sampling
     scaled = (logits - logits[best]) / np.float32(s.temperature)  # at most 0, so a tiny T overflows to -inf only
     kept = _filtered(scaled, s)
-    seed = s.seed or 0
+    hashed = _hash(s.seed or 0, row.position, ids if kept is None else ids[kept])
     if kept is None:
-        noise = gumbel(seed, row.position, ids)
-        noise += scaled
-        return int(noise.argmax())
-    noise = gumbel(seed, row.position, ids[kept])
-    return int(kept[(noise + scaled[kept]).argmax()])
+        kept = _contenders(scaled, best, hashed)
+        hashed = hashed[kept]
+    return int(kept[(_noise(hashed) + scaled[kept]).argmax()])
+
+
+def _contenders(scaled: np.ndarray, best: int, hashed: np.ndarray) -> np.ndarray:
+    """Ascending columns that can win, so that few logarithms are needed: one _FAR below the best must beat its noise by that."""
+    needed = float(_noise(hashed[best : best + 1])[0]) + _FAR - 1e-6  # more than the logarithms' rounding
+    least = int(exp(-exp(-needed)) * 2.0**52) - 1
+    return np.flatnonzero((scaled > -_FAR) | (hashed >= np.uint64(max(0, least))))
 
 
 def _filtered(scaled: np.ndarray, s: Sampling) -> np.ndarray | None:
