@@ -30,12 +30,21 @@ def test_rope_turns_halves_by_the_angle():
     assert torch.allclose(turned, torch.tensor([[[math.cos(angle), math.sin(angle)]]]))
 
 
+def test_rope_leaves_the_other_dimensions():
+    x = torch.randn(3, 2, 12, generator=torch.Generator().manual_seed(0))
+    angles = torch.rand(3, 4, generator=torch.Generator().manual_seed(1))
+    turned = ops.rope(x, angles.cos(), angles.sin())
+    assert torch.equal(turned[..., 8:], x[..., 8:])
+    assert torch.equal(turned[..., :8], ops.rope(x[..., :8], angles.cos(), angles.sin()))
+
+
+@pytest.mark.parametrize("first", [0, 1])
 @pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(4, 4, 16), (9, 3, 64), (14, 2, 80)])
-def test_attention_equals_softmax_over_the_sequence_in_scattered_blocks(heads, kv_heads, dim):
+def test_attention_equals_softmax_over_the_sequence_in_scattered_blocks(heads, kv_heads, dim, first):
     generator = torch.Generator().manual_seed(0)
     kv = KvCache(spec(heads, kv_heads, dim), 60, 16, torch.float32)
     kv.tensor.fill_(math.nan)  # whatever is not a cell of the sequence must not matter
-    lengths, fed = [530, 7, 1, 40], [20, 7, 1, 1]
+    lengths, fed = [530, 7, 2, 40], [20, 7 - first, 1, 1]
     order = torch.randperm(60, generator=generator).tolist()
     tables, keys, values = [], [], []
     for length in lengths:
@@ -44,16 +53,17 @@ def test_attention_equals_softmax_over_the_sequence_in_scattered_blocks(heads, k
         values.append(torch.randn(length, kv_heads, dim, generator=generator))
         at = torch.arange(length)
         ops.write_cells(kv, 1, torch.tensor(tables[-1])[at // 16], at % 16, keys[-1], values[-1])
+        kv.tensor[tables[-1][0], 1, :, :, :first] = math.nan  # the cells before the first that is attended
     width = max(map(len, tables))
     tables = torch.tensor([table + [0] * (width - len(table)) for table in tables], dtype=torch.int32)
     positions = torch.cat([torch.arange(n - m, n) for n, m in zip(lengths, fed)]).int()
     seq_of = torch.cat([torch.full((m,), i) for i, m in enumerate(fed)]).int()
     q = torch.randn(len(positions), heads, dim, generator=generator)
-    got = ops.attention(q, kv, 1, AttentionPlan.of(positions, seq_of, tables, kv, heads))
+    got = ops.attention(q, kv, 1, AttentionPlan.of(positions, seq_of, tables, kv, heads, first))
     for row in range(len(positions)):
         s, n = int(seq_of[row]), int(positions[row]) + 1
         for head in range(heads):
-            k, v = keys[s][:n, head * kv_heads // heads].double(), values[s][:n, head * kv_heads // heads].double()
+            k, v = (part[s][first:n, head * kv_heads // heads].double() for part in (keys, values))
             expected = torch.softmax(k @ q[row, head].double() / math.sqrt(dim), 0) @ v
             assert torch.allclose(got[row, head * dim : (head + 1) * dim].double(), expected, atol=1e-5)
 
