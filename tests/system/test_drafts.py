@@ -66,7 +66,7 @@ def cases() -> list:
 
 @pytest.mark.parametrize(("model", "dtype", "draft"), cases())
 def test_drafts_change_no_answer(tmp_path, without, model, dtype, draft):
-    tokens = 60 if model == "smollm2" else 120
+    tokens = 40 if model == "smollm2" else 80
     expected = without(model, dtype, tokens)
     with Stack(tmp_path / "run", model=model_of(model, tmp_path), ctx=CTX, slots=4, dtype=dtype, draft=draft) as stack:
         assert_equal(answers(stack, tokens), expected)

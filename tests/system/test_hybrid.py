@@ -13,7 +13,7 @@ from tests.make_models import write_hf
 from tests.system.stack import READY_TIMEOUT_S, Answer, Stack, each, prompt, stream, together
 
 MIB = 1 << 20
-SLOTS = 6
+SLOTS = 4
 STATE = {"key_heads": 8, "value_heads": 16, "key_dim": 128, "value_dim": 128}  # 1 MiB in each recurrent layer
 
 
@@ -28,9 +28,9 @@ def anonymous_bytes(stack: Stack) -> int:
 
 
 def test_pool_and_states_stay_within_what_was_announced(tmp_path):
-    """All states are used, parked, loaded to other slots and rolled back; drafts at every step."""
+    """All states are used, parked and loaded to other slots, with drafts."""
     with Stack(
-        tmp_path / "run", model=large_state(tmp_path), ctx=1024, slots=SLOTS, draft=8, dtype="f32", park_every=30
+        tmp_path / "run", model=large_state(tmp_path), ctx=1024, slots=SLOTS, draft=8, dtype="f32", park_every=20
     ) as stack:
         weights, pool = (int(n) for n in re.search(r"weights (\d+) MiB, pool 1024 cells in (\d+) MiB", stack.log).groups())
         states, size = re.search(r"(\d+) recurrent states in ([\d.]+) MiB", stack.log).groups()
@@ -47,13 +47,13 @@ def test_pool_and_states_stay_within_what_was_announced(tmp_path):
                 stream(stack.url, on_tokens=each(20, look), **bodies[0]), *(stream(stack.url, **body) for body in bodies[1:])
             )
 
-        answers = chats(120)
-        assert all(len(a.ids) == 120 and a.parkade["parks"] >= 3 and not a.parkade["recomputed_tokens"] for a in answers)
+        answers = chats(80)
+        assert all(len(a.ids) == 80 and a.parkade["parks"] >= 3 and not a.parkade["recomputed_tokens"] for a in answers)
         first = max(seen)
         assert first - at_start >= float(size) * MIB / 2, "the states were hardly used: the test shows nothing"
         assert first - at_start <= (pool + float(size) + 64) * MIB, f"{(first - at_start) / MIB:.0f} MiB for {pool} and {size}"
         assert first <= announced + 400 * MIB, f"{first / MIB:.0f} MiB of {announced / MIB:.0f}"
-        again = chats(120)
+        again = chats(80)
         assert [a.ids for a in again] == [a.ids for a in answers]
         assert max(seen) <= first + 16 * MIB, f"{max(seen) / MIB:.0f} MiB after {first / MIB:.0f}"
 
