@@ -13,7 +13,7 @@ from msgspec import Struct
 
 from gpu_worker.device.kv_cache import KvCache, block_bytes
 from gpu_worker.device.state_cache import state_bytes
-from gpu_worker.draft_cost import TOO_MUCH, measure
+from gpu_worker.draft_cost import TOO_MUCH, draft_cost
 from gpu_worker.model.exactness import prove
 from gpu_worker.model.load import Model, load_model
 from gpu_worker.parking import Parking
@@ -72,30 +72,27 @@ class Draft(Struct, frozen=True):
 
     most: int = 0  # tokens for one row of a step
     note: str = ""  # why none
-    cost: tuple[int, ...] | None = None  # Limits.draft_cost, if measured
 
 
 def with_drafts(config: Config, files: ModelFiles) -> tuple[Model, Draft]:
-    """The model, with its head if it is to draft. ConfigError if it has none and is told to.
+    """The model, with its head only if that is to draft. ConfigError if it has none and is told to draft."""
+    draft = drafts_of(config, files)
+    return load_model(files, config.dtype, exact=config.exact == "on", mtp=draft.most > 0), draft
 
-    `auto` measures what a guess costs here. A number is taken as it is, with the policy's own figures: so a run repeats.
-    """
+
+def drafts_of(config: Config, files: ModelFiles) -> Draft:
+    """What `--draft` means for this model: a number is taken as it is, `auto` is 2 where a guess is cheap enough."""
     wanted = draft_length(config.draft)
-    model = load_model(files, config.dtype, exact=config.exact == "on", mtp=wanted != 0)
     if wanted == 0:
-        return model, Draft(note="--draft 0")
-    if model.spec.mtp is None:
+        return Draft(note="--draft 0")
+    if files.spec.mtp is None:
         if wanted:
             raise ConfigError(f"--draft {wanted}: {files.name} has no head that drafts; use --draft auto or 0")
-        return model, Draft(note=f"{files.name} has no head that drafts")
+        return Draft(note=f"{files.name} has no head that drafts")
     if wanted:
-        return model, Draft(wanted)
-    cost = measure(model, config.slots)
-    if cost[0] <= TOO_MUCH:
-        return model, Draft(DRAFT_AUTO, cost=cost)
-    del model
-    model = load_model(files, config.dtype, exact=config.exact == "on", mtp=False)
-    return model, Draft(note=f"a guess costs {cost[0]}% of a step here")
+        return Draft(wanted)
+    cost = draft_cost(files.spec)[0]
+    return Draft(DRAFT_AUTO) if cost <= TOO_MUCH else Draft(note=f"a guess costs about {cost}% of a step")
 
 
 def may_reuse(config: Config, spec: ModelSpec) -> bool:
@@ -119,7 +116,7 @@ def announce(hello: Hello) -> None:
 
 def limits(config: Config, files: ModelFiles, spec: ModelSpec, hello: Hello, draft: Draft) -> Limits:
     """The settings as the scheduler reads them."""
-    measured = {"draft_cost": draft.cost} if draft.cost else {}
+    cost = {"draft_cost": draft_cost(spec)} if draft.most else {}
     return Limits(
         num_blocks=hello.pool_cells // BLOCK_SIZE,
         block_size=BLOCK_SIZE,
@@ -137,7 +134,7 @@ def limits(config: Config, files: ModelFiles, spec: ModelSpec, hello: Hello, dra
         eos_token_ids=files.eos_token_ids,
         exact=hello.exact,
         save=config.park_ram == "auto" or size_bytes(config.park_ram) > 0,
-        **measured,
+        **cost,
     )
 
 

@@ -1,17 +1,20 @@
 """What a worker settles before it opens its socket: drafts, states, memory, and what it says of them."""
 
 import logging
+import math
 
 import psutil
 import pytest
+from msgspec import structs
 
 from gpu_worker import __main__ as worker
-from gpu_worker import draft_cost
 from gpu_worker.device.kv_cache import KvCache
+from gpu_worker.draft_cost import TOO_MUCH, VERIFY, draft_cost
 from tests.make_models import write_hf
 from wire.config import Config, ConfigError
 from wire.messages import Hello
 from wire.model_files import find_model
+from wire.model_spec import MtpSpec
 
 
 @pytest.fixture(scope="module")
@@ -29,8 +32,7 @@ def settled(folder, **settings):
     return config, files, *worker.with_drafts(config, files)
 
 
-def test_a_number_of_drafts_is_taken_as_it_is(folders, monkeypatch):
-    monkeypatch.setattr(worker, "measure", lambda *_: pytest.fail("nothing is measured"))
+def test_a_number_of_drafts_is_taken_as_it_is(folders):
     _, _, model, draft = settled(folders / "hybrid", draft="3")
     assert draft == worker.Draft(3) and model.spec.mtp is not None
 
@@ -42,13 +44,24 @@ def test_without_drafts_the_head_stays_in_its_file(folders):
     assert plain.hidden is None and plain.layers == len(model.spec.attention_layers)
 
 
-def test_auto_drafts_where_it_pays_and_says_why_not(folders, monkeypatch):
-    monkeypatch.setattr(worker, "measure", lambda *_: (draft_cost.TOO_MUCH, 90))
+def test_auto_drafts_where_a_guess_is_cheap_and_says_why_not(folders, monkeypatch):
+    monkeypatch.setattr(worker, "draft_cost", lambda spec: (TOO_MUCH, 90))
     _, _, model, draft = settled(folders / "hybrid")
-    assert draft == worker.Draft(worker.DRAFT_AUTO, cost=(draft_cost.TOO_MUCH, 90)) and model.spec.mtp is not None
-    monkeypatch.setattr(worker, "measure", lambda *_: (draft_cost.TOO_MUCH + 5, 90))
+    assert draft == worker.Draft(worker.DRAFT_AUTO) and model.spec.mtp is not None
+    monkeypatch.setattr(worker, "draft_cost", lambda spec: (TOO_MUCH + 5, 90))
     _, _, model, draft = settled(folders / "hybrid")
-    assert draft == worker.Draft(0, "a guess costs 85% of a step here") and model.spec.mtp is None
+    assert draft == worker.Draft(0, "a guess costs about 85% of a step") and model.spec.mtp is None
+
+
+def test_a_guess_costs_a_pass_of_the_head_and_a_row():
+    spec = find_model("smollm2").spec
+    layer = 576 * (2 * 576 + 2 * 192) + 3 * 576 * 1536
+    step = 30 * layer + 49152 * 576
+    with_head = structs.replace(spec, mtp=MtpSpec(intermediate=1536, draft_vocab=8192))
+    head = math.ceil(100 * (layer + 2 * 576 * 576 + 8192 * 576) / step)
+    assert draft_cost(with_head) == tuple(verify + head for verify in VERIFY)
+    everything = structs.replace(spec, mtp=MtpSpec(intermediate=1536))
+    assert draft_cost(everything)[0] > draft_cost(with_head)[0] + 15
 
 
 def test_a_model_without_a_head(folders):
@@ -64,7 +77,7 @@ def test_the_limits_of_a_hybrid(folders):
     )
     limits = worker.limits(config, files, model.spec, hello, draft)
     assert (limits.reuse, limits.state_slots, limits.draft_max) == (False, 7, 3)
-    assert worker.limits(config, files, model.spec, hello, worker.Draft(3, cost=(10, 20))).draft_cost == (10, 20)
+    assert limits.draft_cost == draft_cost(model.spec)
 
 
 def test_the_limits_of_a_plain_model(folders):
@@ -103,16 +116,3 @@ def test_a_line_for_the_log(caplog):
         "m as f32: weights 0 MiB, pool 256 cells in 0 MiB, 3 recurrent states in 3.0 MiB, so no reuse of earlier prompts, "
         "exact no (why), no drafts (--draft 0)"
     ]
-
-
-@pytest.mark.parametrize(("most", "known"), [(1, 1), (3, 2), (8, 8)])
-def test_the_cost_of_a_guess_is_measured_for_each_number_of_decodes(folders, most, known):
-    _, _, model, _ = settled(folders / "hybrid", draft="1")
-    costs = draft_cost.measure(model, most)
-    assert len(costs) == known and all(cost >= 5 and cost % 5 == 0 for cost in costs)
-
-
-def test_a_slow_model_is_measured_no_longer_than_needed(folders, monkeypatch):
-    _, _, model, _ = settled(folders / "hybrid", draft="1")
-    monkeypatch.setattr(draft_cost, "BUDGET_S", 0.0)
-    assert len(draft_cost.measure(model, 8)) == 1
