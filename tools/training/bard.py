@@ -12,7 +12,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, train
 from torch import Tensor
 from transformers import Qwen3_5ForCausalLM, Qwen3_5TextConfig
 
-from tools.training import checkpoint, corpus
+from tools.training import cards, checkpoint, corpus
 from tools.training.delta_rule import chunk_delta_rule
 from tools.training.head import HeadShape, MtpHead, chained_rows, divergence
 from tools.training.progress import Progress
@@ -156,7 +156,9 @@ def save(model: Bard, folder: Path) -> None:
     )
     weights = {name: value for name, value in model.trunk.state_dict().items() if name != "lm_head.weight"}
     weights |= {f"mtp.{name}": value for name, value in model.head.state_dict().items()}
-    save_file({name: value.to(torch.bfloat16).contiguous() for name, value in weights.items()}, folder / "model.safetensors")
+    path = folder / "model.safetensors"
+    save_file({name: value.to(torch.bfloat16).contiguous() for name, value in weights.items()}, path)
+    path.chmod(0o644)
 
 
 def train(
@@ -191,4 +193,21 @@ def train(
             save(model, out)
             (out / "tokenizer.json").write_bytes((folder / "tokenizer.json").read_bytes())
             held_loss, shares = acceptance(model, held_out, 3)
-            progress.note(f"step {step + 1}: held-out loss {held_loss:.3f}, acceptance {' '.join(f'{s:.3f}' for s in shares)}")
+            progress.note(f"step {step + 1}: held-out loss {held_loss:.3f}, acceptance {cards.shares(shares)}")
+            (out / "README.md").write_text(card(model, step + 1, rows, length, held_loss, shares))
+
+
+def card(model: Bard, steps: int, rows: int, length: int, loss: float, shares: list[float]) -> str:
+    """The text of the model's README."""
+    return cards.BARD.format(
+        millions=sum(p.numel() for p in model.parameters()) / 1e6,
+        layers=CONFIG["num_hidden_layers"],
+        vocab=VOCAB,
+        context=CONFIG["max_position_embeddings"],
+        chars=sum(map(len, corpus.texts().values())) / 1e6,
+        steps=steps,
+        rows=rows,
+        length=length,
+        loss=loss,
+        acceptance=cards.shares(shares),
+    )

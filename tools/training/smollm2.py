@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from gpu_worker.device.kv_cache import KvCache
@@ -15,7 +15,7 @@ from gpu_worker.model.batch import Batch
 from gpu_worker.model.load import Model, load_model
 from gpu_worker.model.weights import Weights
 from router.openai.text import Text
-from tools.training import checkpoint, corpus
+from tools.training import cards, checkpoint, corpus
 from tools.training.bard import rate
 from tools.training.head import HeadShape, MtpHead, chained_rows, divergence
 from tools.training.progress import Progress
@@ -135,6 +135,9 @@ def train(work: Path, shards: Path, out: Path, steps: int, rows: int, peak: floa
     head = MtpHead(HEAD_SHAPE)
     optimiser = torch.optim.AdamW(head.parameters(), lr=peak, betas=(0.9, 0.95), weight_decay=0.01)
     first = checkpoint.load(work, head, optimiser)
+    if not first and (out / "mtp.safetensors").exists():
+        progress.note(f"no checkpoint in {work}; going on from the head in {out}")
+        head.load_state_dict(_shipped(out / "mtp.safetensors"))
     for step in range(first, steps):
         chosen = data.training[torch.from_numpy(np.random.default_rng((1, step)).integers(0, len(data.training), rows))]
         for group in optimiser.param_groups:
@@ -155,7 +158,8 @@ def train(work: Path, shards: Path, out: Path, steps: int, rows: int, peak: floa
             checkpoint.store(work, head, optimiser, step + 1)
             save(head, draft_ids, out)
             shares = acceptance(head, data, embed, draft_ids)
-            progress.note(f"step {step + 1}: acceptance {' '.join(f'{share:.3f}' for share in shares)}")
+            progress.note(f"step {step + 1}: acceptance {cards.shares(shares)}")
+            (out / "README.md").write_text(card(head, step + 1, rows, len(data.ids), shares))
 
 
 def _draft_ids(work: Path, data: Collected) -> Tensor:
@@ -189,11 +193,33 @@ def acceptance(head: MtpHead, data: Collected, embed: Tensor, draft_ids: Tensor,
     return [a / max(1, n) for a, n in zip(agreed, asked)]
 
 
+def _shipped(path: Path) -> dict[str, Tensor]:
+    """The head's parameters as they were shipped."""
+    weights = load_file(path)
+    return {name.removeprefix("mtp."): value.float() for name, value in weights.items() if name != "mtp.draft_token_ids"}
+
+
 def save(head: MtpHead, draft_ids: Tensor, out: Path) -> None:
     """mtp.safetensors in bfloat16 beside a config.json that says which model it belongs to."""
     out.mkdir(parents=True, exist_ok=True)
     weights = {f"mtp.{name}": value.to(torch.bfloat16).contiguous() for name, value in head.state_dict().items()}
     weights["mtp.draft_token_ids"] = draft_ids.to(torch.int32)
-    save_file(weights, out / "mtp.safetensors")
+    path = out / "mtp.safetensors"
+    save_file(weights, path)
+    path.chmod(0o644)
     config = {"base_model": BASE, "mtp_num_hidden_layers": 1, "intermediate_size": HEAD_SHAPE.intermediate}
     (out / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+
+
+def card(head: MtpHead, steps: int, rows: int, sequences: int, shares: list[float]) -> str:
+    """The text of the head's README."""
+    return cards.HEAD.format(
+        millions=sum(p.numel() for p in head.parameters()) / 1e6,
+        draft_vocab=DRAFT_VOCAB,
+        depths=DEPTHS,
+        sequences=sequences,
+        length=LENGTH,
+        steps=steps,
+        rows=rows,
+        acceptance=cards.shares(shares),
+    )
