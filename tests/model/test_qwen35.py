@@ -1,12 +1,14 @@
 """Hybrids of Qwen3.5 against transformers on the same weights, fed in chunks of any size."""
 
+from pathlib import Path
+
 import pytest
 import torch
 
 from gpu_worker.model.load import load_model
 from tests.device.library import require_native
 from tests.make_models import VOCAB, write_gguf, write_hf
-from tests.model.runs import greedy, logits_of, theirs
+from tests.model.runs import drafted_greedy, greedy, logits_of, theirs
 from wire.model_files import find_model
 
 pytest.importorskip("transformers", reason="transformers is not installed")
@@ -80,3 +82,23 @@ def test_a_gguf_file_is_the_same_model(tmp_path, native):
     ]
     a, b = (logits_of(model, some(60), 60) for model in models)
     assert (a - b).abs().max() < 1e-4
+
+
+@BACKENDS
+def test_bard(native):
+    """The hybrid that is shipped: trained weights, 200 tokens of its own text, and drafts that are often right."""
+    if native:
+        require_native()
+    files = find_model("bard")
+    model = load_model(files, "f32", threads=1, native=native)
+    prompt = torch.randint(100, files.spec.vocab, (8,), generator=torch.Generator().manual_seed(1)).tolist()
+    with torch.inference_mode():
+        reference = theirs(Path(files.path))
+        text = reference.generate(torch.tensor([prompt]), max_new_tokens=192, do_sample=False, eos_token_id=-1)
+        expected = reference(text).logits[0]
+    found = logits_of(model, text[0].tolist(), 64)
+    assert (found - expected).abs().max() < 1e-3
+    assert torch.equal(found.argmax(-1), expected.argmax(-1))
+    drafted, right = drafted_greedy(model, prompt, 192, 2)
+    assert drafted == text[0].tolist()
+    assert right > 50, "of at most 128 drafts"
