@@ -177,11 +177,11 @@ def _add(answer: Answer, chunk: dict) -> None:
             answer.logprobs += logprobs.get("token_logprobs") or []
 
 
-def together(*streams) -> list[Answer]:
+def together(*streams, timeout_s: float = STREAM_TIMEOUT_S) -> list[Answer]:
     """Run several streams at once, to their ends."""
 
     async def run() -> list[Answer]:
-        return await asyncio.wait_for(asyncio.gather(*streams), STREAM_TIMEOUT_S)
+        return await asyncio.wait_for(asyncio.gather(*streams), timeout_s)
 
     return asyncio.run(run())
 

@@ -7,15 +7,16 @@ from tests.system.stack import Stack, stream, together
 CHATS = 4
 ROUNDS = 3
 PROMPT_TOKENS = 1000
+ROUND_S = 900
 
 
 def chats(stack: Stack, tokens: int) -> list:
     bodies = [{"prompt": [10 + (i * 7919 + k * 37) % 1900 for k in range(PROMPT_TOKENS)], "seed": i} for i in range(CHATS)]
-    return together(*(stream(stack.url, max_tokens=tokens, temperature=0.8, **body) for body in bodies))
+    return together(*(stream(stack.url, max_tokens=tokens, temperature=0.8, **body) for body in bodies), timeout_s=ROUND_S)
 
 
 @pytest.mark.long
-@pytest.mark.timeout(1800)
+@pytest.mark.timeout(ROUNDS * ROUND_S)
 @pytest.mark.parametrize(("ctx", "tokens"), [(8192, 3500), (16384, 6000)])
 @pytest.mark.parametrize(("high", "low"), [(94, 80), (90, 70), (98, 90)])
 def test_all_chats_of_all_rounds_are_whole(tmp_path, ctx, tokens, high, low):
