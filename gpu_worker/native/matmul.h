@@ -14,7 +14,7 @@
 
 enum Format { F32 = 0, BF16 = 1, Q8 = 2, Q4 = 3 };
 constexpr int GROUP = 32;
-constexpr int AHEAD = 6;  // groups that are asked for early: one pass over the weights is all that a few rows do
+constexpr size_t AHEAD = 1280;  // bytes of a panel that are asked for early: one pass over the weights is all that a few rows do
 constexpr size_t Q4_BYTES = 4 * 64 + 64, Q8_BYTES = GROUP * 16 + 32;  // of one group of one panel
 
 struct Matrix {
@@ -36,6 +36,15 @@ struct Matrix {
   const uint8_t* panel(int i) const { return data + (size_t)i * panel_bytes(); }
 };
 
+// The panels of a tile, and how they are asked for early: what would lie behind a panel's end is the same place in the panel of
+// the next tile, `jump` bytes further on. (Panels are short: without that a quarter of them would come late.)
+struct Panels {
+  const uint8_t* at[TILE_VECS];
+  size_t bytes, jump;
+
+  __attribute__((always_inline)) size_t ahead(size_t offset) const { return offset + AHEAD + (offset + AHEAD < bytes ? 0 : jump); }
+};
+
 // Rows that enter a product, in the forms that the formats read.
 struct Rows {
   const float* f = nullptr;     // [rows][k], for F32 and Q8
@@ -52,63 +61,70 @@ struct Unpacked {
 
 // Tiles: R rows by C panels; out[R][C][16].
 template <int R, int C>
-PK_INLINE void tile_f32(const uint8_t* const* w, int k, const float* x, float* out) {
-  V sum[R][C];
+PK_INLINE void store_tile(const V (&sum)[R][C], float* out) {
+  for (int r = 0; r < R; r++)
+    for (int c = 0; c < C; c++) store(out + (r * C + c) * LANES, sum[r][c]);
+}
+
+template <int R, int C>
+PK_INLINE void clear(V (&sum)[R][C]) {
   for (int r = 0; r < R; r++)
     for (int c = 0; c < C; c++) sum[r][c] = zero();
+}
+
+template <int R, int C>
+PK_INLINE void tile_f32(const Panels& w, int k, const float* x, float* out) {
+  V sum[R][C];
+  clear(sum);
   for (int i = 0; i < k; i++) {
     V weight[C];
-    for (int c = 0; c < C; c++) weight[c] = load((const float*)w[c] + (size_t)i * LANES);
+    for (int c = 0; c < C; c++) weight[c] = load((const float*)w.at[c] + (size_t)i * LANES);
     for (int r = 0; r < R; r++) {
       V value = set1(x[(size_t)r * k + i]);
       for (int c = 0; c < C; c++) sum[r][c] = fma(weight[c], value, sum[r][c]);
     }
   }
-  for (int r = 0; r < R; r++)
-    for (int c = 0; c < C; c++) store(out + (r * C + c) * LANES, sum[r][c]);
+  store_tile(sum, out);
 }
 
 template <int R, int C>
-PK_INLINE void tile_bf16(const uint8_t* const* w, int k, const bf16* x, float* out) {
+PK_INLINE void tile_bf16(const Panels& w, int k, const bf16* x, float* out) {
   V sum[R][C];
-  for (int r = 0; r < R; r++)
-    for (int c = 0; c < C; c++) sum[r][c] = zero();
+  clear(sum);
   for (int i = 0; i < k / 2; i++) {
     Pairs weight[C];
-    for (int c = 0; c < C; c++) weight[c] = load_pairs(w[c] + (size_t)i * 64);
+    for (int c = 0; c < C; c++) weight[c] = load_pairs(w.at[c] + (size_t)i * 64);
     for (int r = 0; r < R; r++) {
       uint32_t value = load_pair(x + (size_t)r * k + 2 * i);
       for (int c = 0; c < C; c++) sum[r][c] = dot(sum[r][c], weight[c], value);
     }
   }
-  for (int r = 0; r < R; r++)
-    for (int c = 0; c < C; c++) store(out + (r * C + c) * LANES, sum[r][c]);
+  store_tile(sum, out);
 }
 
 template <int R, int C>
-PK_INLINE void tile_q8(const uint8_t* const* w, int k, const float* x, float* out) {
+PK_INLINE void tile_q8(const Panels& w, int k, const float* x, float* out) {
   V sum[R][C];
-  for (int r = 0; r < R; r++)
-    for (int c = 0; c < C; c++) sum[r][c] = zero();
+  clear(sum);
   for (int g = 0; g < k / GROUP; g++) {
     V part[R][C];
-    for (int r = 0; r < R; r++)
-      for (int c = 0; c < C; c++) part[r][c] = zero();
+    clear(part);
+    const size_t ahead = w.ahead(g * Q8_BYTES);
     for (int i = 0; i < GROUP; i++) {
       V weight[C];
-      for (int c = 0; c < C; c++) weight[c] = load_int8((const int8_t*)w[c] + g * Q8_BYTES + i * LANES);
+      for (int c = 0; c < C; c++) weight[c] = load_int8((const int8_t*)w.at[c] + g * Q8_BYTES + i * LANES);
+      for (int c = 0; c < C && i % 4 == 0; c++) prefetch(w.at[c] + ahead + i * LANES);
       for (int r = 0; r < R; r++) {
         V value = set1(x[(size_t)r * k + g * GROUP + i]);
         for (int c = 0; c < C; c++) part[r][c] = fma(weight[c], value, part[r][c]);
       }
     }
     for (int c = 0; c < C; c++) {
-      V d = load_half((const uint16_t*)(w[c] + g * Q8_BYTES + GROUP * LANES));
+      V d = load_half((const uint16_t*)(w.at[c] + g * Q8_BYTES + GROUP * LANES));
       for (int r = 0; r < R; r++) sum[r][c] = fma(part[r][c], d, sum[r][c]);
     }
   }
-  for (int r = 0; r < R; r++)
-    for (int c = 0; c < C; c++) store(out + (r * C + c) * LANES, sum[r][c]);
+  store_tile(sum, out);
 }
 
 // The four pairs of word j, for every row of the tile.
@@ -123,20 +139,19 @@ PK_INLINE void q4_pair(V (&part)[R][C], const Pairs (&packed)[C], Pairs table, c
 }
 
 template <int R, int C>
-PK_INLINE void tile_q4(const uint8_t* const* w, int k, const bf16* x, const float* sums, float* out) {
+PK_INLINE void tile_q4(const Panels& w, int k, const bf16* x, const float* sums, float* out) {
   const Pairs table = nibble_table();
   const int groups = k / GROUP;
   V sum[R][C];
-  for (int r = 0; r < R; r++)
-    for (int c = 0; c < C; c++) sum[r][c] = zero();
+  clear(sum);
   for (int g = 0; g < groups; g++) {
     V part[R][C];
-    for (int r = 0; r < R; r++)
-      for (int c = 0; c < C; c++) part[r][c] = zero();
+    clear(part);
+    const size_t ahead = w.ahead(g * Q4_BYTES);
     for (int j = 0; j < 4; j++) {
       Pairs packed[C];
-      for (int c = 0; c < C; c++) packed[c] = load_pairs(w[c] + g * Q4_BYTES + j * 64);
-      for (int c = 0; c < C; c++) prefetch(w[c] + (g + AHEAD) * Q4_BYTES + j * 64);
+      for (int c = 0; c < C; c++) packed[c] = load_pairs(w.at[c] + g * Q4_BYTES + j * 64);
+      for (int c = 0; c < C; c++) prefetch(w.at[c] + ahead + j * 64);
       int at = g * GROUP + j * 8;
       q4_pair<0>(part, packed, table, x, k, at);
       q4_pair<1>(part, packed, table, x, k, at);
@@ -144,14 +159,13 @@ PK_INLINE void tile_q4(const uint8_t* const* w, int k, const bf16* x, const floa
       q4_pair<3>(part, packed, table, x, k, at);
     }
     for (int c = 0; c < C; c++) {
-      const uint16_t* scales = (const uint16_t*)(w[c] + g * Q4_BYTES + 256);
+      const uint16_t* scales = (const uint16_t*)(w.at[c] + g * Q4_BYTES + 256);
       V d = load_half(scales), m = load_half(scales + LANES);
-      prefetch(w[c] + (g + AHEAD) * Q4_BYTES + 256);
+      prefetch(w.at[c] + ahead + 256);
       for (int r = 0; r < R; r++) sum[r][c] = fma(set1(sums[(size_t)r * groups + g]), m, fma(part[r][c], d, sum[r][c]));
     }
   }
-  for (int r = 0; r < R; r++)
-    for (int c = 0; c < C; c++) store(out + (r * C + c) * LANES, sum[r][c]);
+  store_tile(sum, out);
 }
 
 // As tile_q4, from unpacked panels.
@@ -159,12 +173,10 @@ template <int R, int C>
 PK_INLINE void tile_q4_unpacked(const Unpacked& u, int k, const bf16* x, const float* sums, float* out) {
   const int groups = k / GROUP;
   V sum[R][C];
-  for (int r = 0; r < R; r++)
-    for (int c = 0; c < C; c++) sum[r][c] = zero();
+  clear(sum);
   for (int g = 0; g < groups; g++) {
     V part[R][C];
-    for (int r = 0; r < R; r++)
-      for (int c = 0; c < C; c++) part[r][c] = zero();
+    clear(part);
     const bf16* pairs = u.pairs.data() + (size_t)g * GROUP * LANES;
     for (int i = 0; i < GROUP / 2; i++) {
       Pairs weight[C];
@@ -180,18 +192,17 @@ PK_INLINE void tile_q4_unpacked(const Unpacked& u, int k, const bf16* x, const f
       for (int r = 0; r < R; r++) sum[r][c] = fma(set1(sums[(size_t)r * groups + g]), m, fma(part[r][c], d, sum[r][c]));
     }
   }
-  for (int r = 0; r < R; r++)
-    for (int c = 0; c < C; c++) store(out + (r * C + c) * LANES, sum[r][c]);
+  store_tile(sum, out);
 }
 
-inline void unpack_q4(Unpacked& u, const uint8_t* const* w, int vecs, int k) {
+inline void unpack_q4(Unpacked& u, const Panels& w, int vecs, int k) {
   const Pairs table = nibble_table();
   const int groups = k / GROUP;
   u.pairs.resize((size_t)TILE_VECS * k * LANES);
   u.scales.resize((size_t)TILE_VECS * groups * 2 * LANES);
   for (int c = 0; c < vecs; c++)
     for (int g = 0; g < groups; g++) {
-      const uint8_t* in = w[c] + g * Q4_BYTES;
+      const uint8_t* in = w.at[c] + g * Q4_BYTES;
       bf16* pairs = u.pairs.data() + ((size_t)c * k + g * GROUP) * LANES;
       for (int j = 0; j < 4; j++, pairs += 8 * LANES) {
         Pairs packed = load_pairs(in + j * 64);
@@ -208,7 +219,7 @@ inline void unpack_q4(Unpacked& u, const uint8_t* const* w, int vecs, int k) {
 
 // R rows from `row` on of C panels; `u` non-null: Q4 from the unpacked panels.
 template <int R, int C>
-__attribute__((noinline)) void tile(const Matrix& m, const uint8_t* const* w, const Unpacked* u, const Rows& x, int row, float* out) {
+__attribute__((noinline)) void tile(const Matrix& m, const Panels& w, const Unpacked* u, const Rows& x, int row, float* out) {
   const size_t at = (size_t)row * m.k;
   switch (m.format) {
     case F32: return tile_f32<R, C>(w, m.k, x.f + at, out);
@@ -221,7 +232,7 @@ __attribute__((noinline)) void tile(const Matrix& m, const uint8_t* const* w, co
 }
 
 template <int C>
-void tile_rows(const Matrix& m, const uint8_t* const* w, const Unpacked* u, const Rows& x, int row, int rows, float* out) {
+void tile_rows(const Matrix& m, const Panels& w, const Unpacked* u, const Rows& x, int row, int rows, float* out) {
   switch (rows) {
     case 1: return tile<1, C>(m, w, u, x, row, out);
     case 2: return tile<2, C>(m, w, u, x, row, out);
@@ -234,7 +245,7 @@ void tile_rows(const Matrix& m, const uint8_t* const* w, const Unpacked* u, cons
   }
 }
 
-inline void any_tile(const Matrix& m, const uint8_t* const* w, int vecs, const Unpacked* u, const Rows& x, int row, int rows, float* out) {
+inline void any_tile(const Matrix& m, const Panels& w, int vecs, const Unpacked* u, const Rows& x, int row, int rows, float* out) {
   switch (vecs) {
     case 1: return tile_rows<1>(m, w, u, x, row, rows, out);
     case 2: return tile_rows<2>(m, w, u, x, row, rows, out);
@@ -253,11 +264,11 @@ inline int tile_height(int left) {
 
 // Rows first..last of one group of panels, tile by tile: emit(row, rows, out[rows][vecs][16]).
 template <class Emit>
-void product(const Matrix& m, const uint8_t* const* w, int vecs, const Rows& x, int first, int last, Unpacked& scratch, const Emit& emit) {
+void product(const Matrix& m, const Panels& w, int vecs, const Rows& x, int first, int last, Unpacked& scratch, const Emit& emit) {
   const Unpacked* u = nullptr;
   if (m.format == Q4 && last - first > 4 * TILE_ROWS) {
-    if (scratch.of != w[0]) unpack_q4(scratch, w, vecs, m.k);  // the next block of rows often wants the same panels
-    scratch.of = w[0];
+    if (scratch.of != w.at[0]) unpack_q4(scratch, w, vecs, m.k);  // the next block of rows often wants the same panels
+    scratch.of = w.at[0];
     u = &scratch;
   }
   alignas(64) float out[TILE_ROWS * TILE_VECS * LANES];

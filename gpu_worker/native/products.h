@@ -63,8 +63,8 @@ void multiply(Team& team, int thread, Unpacked& scratch, std::initializer_list<c
     }
     const int first = job % blocks * ROWS_PER_JOB, last = std::min(rows, first + ROWS_PER_JOB);
     const int panel = at * vecs, here = std::min(vecs, m->panels() - panel);
-    const uint8_t* w[TILE_VECS];
-    for (int c = 0; c < here; c++) w[c] = m->panel(panel + c);
+    Panels w{{}, m->panel_bytes(), m->panel_bytes() * (here - 1)};
+    for (int c = 0; c < here; c++) w.at[c] = m->panel(panel + c);
     product(*m, w, here, in, first, last, scratch, [&](int row, int count, float* out) {
       for (int r = 0; r < count; r++)
         for (int c = 0; c < here; c++) {
@@ -98,10 +98,10 @@ inline void multiply_gated(Team& team, int thread, Unpacked& scratch, const Matr
   team.share(thread, jobs * blocks, [&](int job) {
     const int first = job % blocks * ROWS_PER_JOB, last = std::min(rows, first + ROWS_PER_JOB);
     const int panel = job / blocks * 2, here = std::min(2, gate.panels() - panel);
-    const uint8_t* w[4];
+    Panels gates{{}, gate.panel_bytes(), gate.panel_bytes() * (here - 1)}, ups{{}, up.panel_bytes(), up.panel_bytes() * (here - 1)};
     for (int c = 0; c < here; c++) {
-      w[c] = gate.panel(panel + c);
-      w[here + c] = up.panel(panel + c);
+      gates.at[c] = gate.panel(panel + c);
+      ups.at[c] = up.panel(panel + c);
     }
     auto emit = [&](int row, int count, const float* g, const float* u, int stride) {
       for (int r = 0; r < count; r++) {
@@ -110,15 +110,16 @@ inline void multiply_gated(Team& team, int thread, Unpacked& scratch, const Matr
       }
     };
     if (together) {
-      product(gate, w, 2 * here, in, first, last, scratch, [&](int row, int count, float* tile) { emit(row, count, tile, tile + here * LANES, 2 * here); });
+      for (int c = 0; c < here; c++) gates.at[here + c] = ups.at[c];
+      product(gate, gates, 2 * here, in, first, last, scratch, [&](int row, int count, float* tile) { emit(row, count, tile, tile + here * LANES, 2 * here); });
       return;
     }
-    std::vector<float> gates((size_t)(last - first) * here * LANES);
-    product(gate, w, here, in, first, last, scratch, [&](int row, int count, float* tile) {
-      memcpy(&gates[(size_t)(row - first) * here * LANES], tile, sizeof(float) * count * here * LANES);
+    std::vector<float> kept((size_t)(last - first) * here * LANES);
+    product(gate, gates, here, in, first, last, scratch, [&](int row, int count, float* tile) {
+      memcpy(&kept[(size_t)(row - first) * here * LANES], tile, sizeof(float) * count * here * LANES);
     });
-    product(up, w + here, here, in, first, last, scratch, [&](int row, int count, float* tile) {
-      emit(row, count, &gates[(size_t)(row - first) * here * LANES], tile, here);
+    product(up, ups, here, in, first, last, scratch, [&](int row, int count, float* tile) {
+      emit(row, count, &kept[(size_t)(row - first) * here * LANES], tile, here);
     });
   });
 }
