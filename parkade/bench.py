@@ -28,10 +28,7 @@ def bench(url: str, api_key: str, serve_flags: str | None, streams: int, prompt_
         api = Api(url, api_key)
         model = api.model()
         prompts = [prompt(api, stream, prompt_tokens) for stream in range(streams)]
-        table = Table(
-            "round", "tok/s", "tok/step", "accepted", "TTFT p50", "TTFT p99", "gap p50", "gap p99", "worst gap", "parks",
-            "recomputed", "failed",
-        )  # fmt: skip
+        table = empty_table()
         failed = []
         for round_ in range(1, rounds + 1):
             body = {"model": model, "max_tokens": max_tokens, "ignore_eos": True, "temperature": 0}
@@ -73,6 +70,17 @@ async def _round(api: Api, body: dict[str, Any], prompts: list[list[int]]) -> li
     return await asyncio.gather(*runs)
 
 
+def empty_table() -> Table:
+    """A line a round, in 80 columns."""
+    table = Table(box=None, pad_edge=False, collapse_padding=True, header_style="bold")
+    for name in (
+        "round", "tok/s", "tok/\nstep", "accepted", "TTFT\np50", "TTFT\np99", "gap\np50", "gap\np99", "gap\nmost", "parks",
+        "recom-\nputed", "failed",
+    ):  # fmt: skip
+        table.add_column(name, justify="right", no_wrap=True)
+    return table
+
+
 def figures(streams: list[Followed], took_s: float, drafts: Drafts) -> list[str]:
     """One round's cells of the table, without its number. `drafts` of the whole server in that time."""
     first = [1000 * stream.first_token_s for stream in streams if stream.first_token_s is not None]
@@ -81,4 +89,4 @@ def figures(streams: list[Followed], took_s: float, drafts: Drafts) -> list[str]
     times = [percentile(first, 50), percentile(first, 99), percentile(gaps, 50), percentile(gaps, 99), max(gaps, default=0.0)]
     counts = [sum(s.parks for s in streams), sum(s.recomputed_tokens for s in streams), sum(bool(s.error) for s in streams)]
     speed = [f"{tokens / took_s:.1f}", f"{drafts.tokens_per_step(tokens):.2f}", drafts.shares()]
-    return [*speed, *(f"{ms:.1f}" for ms in times), *map(str, counts)]
+    return [*speed, *(f"{ms:.0f}" if ms >= 100 else f"{ms:.1f}" for ms in times), *map(str, counts)]

@@ -4,7 +4,7 @@ import io
 
 from rich.console import Console
 
-from parkade.bench import figures
+from parkade.bench import empty_table, figures
 from parkade.drafts import Drafts
 from parkade.status import Snapshot, picture
 from parkade.streams import Followed
@@ -36,7 +36,11 @@ def test_a_round_of_the_benchmark() -> None:
     streams = [Followed(f"stream {i}", token_ids=[1] * 90, arrivals=[(1.0, 90)]) for i in range(2)]
     row = figures(streams, 4.0, Drafts((100.0, 40.0), (70.0, 10.0)))
     assert row[:3] == ["45.0", "1.80", "70% 25%"]
-    assert len(row) == 11
+    table = empty_table()
+    table.add_row("1", *row)
+    console = Console(width=80, file=io.StringIO())
+    console.print(table)
+    assert "…" not in console.file.getvalue() and len(console.file.getvalue().splitlines()) == 3
 
 
 def test_the_picture_shows_acceptance() -> None:
