@@ -21,6 +21,7 @@ def test_schedules_hold(first):
 
 
 @pytest.mark.long
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("first", range(10_001, 10_001 + LONG, 500))
 def test_many_schedules_hold(first):
     total = sweep(first, 500)
