@@ -11,7 +11,7 @@ import json
 import statistics
 import tempfile
 import time
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import click
@@ -21,6 +21,7 @@ from rich.table import Table
 
 from benchmarks.server import free_port, parkade_command, server
 from parkade.api import Api
+from parkade.drafts import Drafts
 
 PROMPTS = [
     "The old king called his three sons before him and said to them that",
@@ -38,9 +39,7 @@ class Seen:
 
     rates: list[float] = field(default_factory=list)  # tokens a second, prompts not counted
     tokens: int = 0
-    steps: int = 0
-    drafted: list[int] = field(default_factory=list)  # by position
-    accepted: list[int] = field(default_factory=list)
+    drafts: list[Drafts] = field(default_factory=list)  # of each round
     ids: list[list[int]] = field(default_factory=list)  # of the last round, by stream
 
 
@@ -73,24 +72,13 @@ async def streams(url: str, count: int, tokens: int, temperature: float, round_:
     return sum(rate for rate, _ in found), [ids for _, ids in found]
 
 
-def by_position(figures: dict[str, float], name: str) -> list[int]:
-    """A counter of /metrics with the label `position`, in the order of positions."""
-    found = {key.split('"')[1]: int(value) for key, value in figures.items() if key.startswith(name + "{position=")}
-    return [found[position] for position in sorted(found, key=int)]
-
-
 def measure(url: str, seen: Seen, count: int, tokens: int, temperature: float, round_: int) -> None:
     """One round of one server, added to what has been seen of it."""
-    before = Api(url).metrics()
+    before = Drafts.of(Api(url).metrics())
     rate, seen.ids = asyncio.run(streams(url, count, tokens, temperature, round_))
-    after = Api(url).metrics()
+    seen.drafts.append(Drafts.of(Api(url).metrics()).since(before))
     seen.rates.append(rate)
     seen.tokens += sum(map(len, seen.ids))
-    seen.steps += int(after["parkade_steps_total"] - before["parkade_steps_total"])
-    for name in ("drafted", "accepted"):
-        was, now = (by_position(figures, f"parkade_{name}_tokens_total") for figures in (before, after))
-        sums, news = getattr(seen, name), [new - old for new, old in zip(now, was + [0] * len(now))]
-        setattr(seen, name, [a + b for a, b in zip(sums + [0] * len(news), news)])
 
 
 def ratio(with_drafts: Seen, without: Seen) -> list[str]:
@@ -100,14 +88,13 @@ def ratio(with_drafts: Seen, without: Seen) -> list[str]:
     return [*medians, f"{statistics.median(ratios):.2f}", f"{ratios[0]:.2f}..{ratios[-1]:.2f}"]
 
 
-def drafts(seen: Seen, count: int) -> list[str]:
-    """Tokens of a step and stream; acceptance."""
-    return [f"{seen.tokens / max(1, seen.steps) / count:.2f}", acceptance(seen)]
-
-
-def acceptance(seen: Seen) -> str:
-    """Share of the drafts of each position that were accepted; the rest were wrong or stood behind a wrong one."""
-    return " ".join(f"{a / d:.2f}" if d else "-" for d, a in zip(seen.drafted, seen.accepted)) or "-"
+def guesses(seen: Seen) -> list[str]:
+    """Tokens of a step and stream, and of the guesses at each position, how many were right."""
+    drafted, accepted = (
+        tuple(sum(values) for values in zip(*(getattr(one, name) for one in seen.drafts))) for name in ("drafted", "accepted")
+    )
+    total = Drafts(drafted, accepted)
+    return [f"{total.tokens_per_step(seen.tokens):.2f}", total.shares()]
 
 
 @click.command()
@@ -139,12 +126,12 @@ def main(model: str, draft: str, temperature: float, tokens: int, rounds: int, d
     table = Table("streams", "tok/s on", "tok/s off", "ratio", "least..most", "wanted", "tokens a step", "accepted", "same ids")
     for count, (with_drafts, without) in seen.items():
         wanted = WANTED.get((model, 1)) if count == 1 else WANTED_OF_FOUR
-        cells = [*ratio(with_drafts, without), f"{wanted or ''}", *drafts(with_drafts, count)]
+        cells = [*ratio(with_drafts, without), f"{wanted or ''}", *guesses(with_drafts)]
         table.add_row(str(count), *cells, f"{same[count]} of {rounds}")
     console.print(f"{model}, --draft {draft} against 0, temperature {temperature}, {tokens} tokens a stream, {rounds} rounds")
     console.print(table)
     if out:
-        data = {str(count): {"on": vars(pair[0]), "off": vars(pair[1])} for count, pair in seen.items()}
+        data = {str(count): {"on": asdict(pair[0]), "off": asdict(pair[1])} for count, pair in seen.items()}
         Path(out).write_text(json.dumps(data, indent=1))
 
 

@@ -2,7 +2,7 @@
 
     python -m benchmarks.pressure [--llama-server PATH/llama-server] [--model bard] [--draft 2]
 
-Three rounds for each park budget; then the same requests to llama-server with one unified cache of the same size (SmolLM2's file).
+Three rounds for each park budget; then the same requests to llama-server with one unified cache of the same size (SmolLM2).
 """
 
 import asyncio
