@@ -94,10 +94,10 @@ def size_bytes(text: str) -> int:
 
 
 def draft_length(text: str) -> int | None:
-    """Tokens to draft, 0 to 8, or None for "auto"; ConfigError for anything else."""
+    """Tokens to draft, 0 to DRAFT_MOST, or None for "auto"; ConfigError for anything else."""
     if text == "auto":
         return None
-    if len(text) != 1 or text not in "012345678":
+    if text not in map(str, range(DRAFT_MOST + 1)):
         raise ConfigError(f"--draft {text!r} must be auto or a number from 0 to {DRAFT_MOST}")
     return int(text)
 

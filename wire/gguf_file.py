@@ -112,10 +112,10 @@ def gguf_spec(file: GgufFile) -> ModelSpec:
     rotary = number("rope.dimension_count", head_dim) if hybrid else head_dim
     _refuse_what_changes_the_model(file, arch, head_dim, context)
     rope = _rope(file, arch, rotary, context)
-    heads_more = number("nextn_predict_layers", 0) if hybrid else 0
-    if heads_more not in (0, 1):
-        raise ModelError(f"{file.path}: {arch}.nextn_predict_layers is {heads_more}, only 0 and 1 are supported")
-    layers = number("block_count") - heads_more
+    mtp_layers = number("nextn_predict_layers", 0) if hybrid else 0
+    if mtp_layers not in (0, 1):
+        raise ModelError(f"{file.path}: {arch}.nextn_predict_layers is {mtp_layers}, only 0 and 1 are supported")
+    layers = number("block_count") - mtp_layers
     first = {name.removeprefix("blk.0.") for name in file.tensors if name.startswith("blk.0.")}
     spec = ModelSpec(
         arch=arch,
@@ -136,13 +136,13 @@ def gguf_spec(file: GgufFile) -> ModelSpec:
         max_context=scaled_context(context, rope),
         rotary_dim=0 if rotary == head_dim else rotary,
         attn_gate=hybrid,
-        delta=_delta(file, arch, layers, number) if hybrid else None,
-        mtp=gguf_head(file.tensors, layers, file.path) if heads_more else None,
+        delta=_delta(file, layers, number) if hybrid else None,
+        mtp=gguf_head(file.tensors, layers, file.path) if mtp_layers else None,
     )
     return check_spec(spec, file.path)
 
 
-def _delta(file: GgufFile, arch: str, num_layers: int, number: Callable[..., int]) -> DeltaSpec:
+def _delta(file: GgufFile, num_layers: int, number: Callable[..., int]) -> DeltaSpec:
     """The recurrent layers: all but each `full_attention_interval`-th."""
     every, value_heads, inner = number("full_attention_interval", 4), number("ssm.time_step_rank"), number("ssm.inner_size")
     if num_layers > MAX_LAYERS or every < 1 or value_heads < 1 or inner % value_heads:
@@ -175,7 +175,7 @@ def _refuse_what_changes_the_model(file: GgufFile, arch: str, head_dim: int, con
         raise ModelError(f"{where}: a sliding window of {window} tokens is not supported")
 
 
-def _rope(file: GgufFile, arch: str, head_dim: int, context: int) -> RopeSpec:
+def _rope(file: GgufFile, arch: str, rotary: int, context: int) -> RopeSpec:
     def real(key: str, default: Any) -> Any:
         value = file.get(f"{arch}.rope.{key}", (int, float), default)
         return value if value is None else float(value)
@@ -183,7 +183,7 @@ def _rope(file: GgufFile, arch: str, head_dim: int, context: int) -> RopeSpec:
     kind = file.get(f"{arch}.rope.scaling.type", str, "none")
     theta = real("freq_base", 10000.0)
     factor = real("scaling.factor", real("scale_linear", 0.0)) or 1.0  # a factor of 0 means none
-    factors = _rope_factors(file, head_dim)
+    factors = _rope_factors(file, rotary)
     match kind:
         case "none":
             return RopeSpec(theta=theta, factors=factors)
@@ -206,15 +206,15 @@ def _rope(file: GgufFile, arch: str, head_dim: int, context: int) -> RopeSpec:
             raise ModelError(f"{file.path}: unknown rope scaling {kind!r} (known: linear, yarn)")
 
 
-def _rope_factors(file: GgufFile, head_dim: int) -> tuple[float, ...]:
+def _rope_factors(file: GgufFile, rotary: int) -> tuple[float, ...]:
     """The divisors of `rope_freqs.weight` (llama3's scaling, written out by the converter), or nothing."""
     tensor = file.tensors.get("rope_freqs.weight")
     if tensor is None:
         return ()
-    if tensor.dtype != "F32" or tensor.shape != (head_dim // 2,):
+    if tensor.dtype != "F32" or tensor.shape != (rotary // 2,):
         found = f"{tensor.dtype} {list(tensor.shape)}"
-        raise ModelError(f"{file.path}: tensor rope_freqs.weight is {found}, expected F32 [{head_dim // 2}]")
-    values = np.fromfile(tensor.file, np.float32, head_dim // 2, offset=tensor.offset)
+        raise ModelError(f"{file.path}: tensor rope_freqs.weight is {found}, expected F32 [{rotary // 2}]")
+    values = np.fromfile(tensor.file, np.float32, rotary // 2, offset=tensor.offset)
     if not (np.isfinite(values).all() and (values > 0).all()):
         raise ModelError(f"{file.path}: tensor rope_freqs.weight has values that are no divisors")
     return tuple(float(v) for v in values)
