@@ -55,10 +55,10 @@ def copy_rates(num_blocks: int, rounds: int) -> None:
         return mapping.view(i * UNIT_BYTES, BLOCK_BYTES)
 
     def save(i: int) -> int:
-        return drain(copies.save_block(blocks[i], place(i), 1, i))
+        return drain(copies.save_part(blocks[i], place(i), 1, i))
 
     def load(i: int) -> int:
-        return drain(copies.load_block(place(i), blocks[i], 1, i))
+        return drain(copies.load_part(place(i), blocks[i], 1, i))
 
     def plain(i: int) -> None:
         place(i)[:] = blocks[i]

@@ -1,6 +1,6 @@
-"""Images: the bytes of parked sequences in the arena, piece by piece: the blocks, then the recurrent state.
+"""Images: the bytes of parked sequences in the arena, in parts: one for each block, then the recurrent state cut into units.
 
-Each piece lies in a unit of its own, so that a lease may be scattered over the arena. It decides nothing.
+Each part lies in a unit of its own, so that a lease may be scattered over the arena. It decides nothing.
 """
 
 import logging
@@ -10,7 +10,7 @@ from typing import Protocol
 
 import numpy as np
 
-from gpu_worker.device.copies import load_block, save_block, tag_seed
+from gpu_worker.device.copies import load_part, save_part, tag_seed
 from gpu_worker.policy.events import Event, Load, Loaded, Save, Saved
 from wire import arena
 
@@ -30,14 +30,14 @@ class BlockStore(Protocol):
 
 @dataclass
 class Image:
-    """A lease, and once it is saved what is known of the bytes in it: its blocks, then the state in parts of a unit."""
+    """A lease, and once it is saved what is known of the bytes in it."""
 
     number: int  # the host cache's
     extents: list[tuple[int, int]]
     offsets: list[int]  # in the arena, of each unit
     position: int = 0
     num_blocks: int = 0  # saved
-    checksums: list[int] = field(default_factory=list)  # of the blocks and the parts of the state
+    checksums: list[int] = field(default_factory=list)  # of its parts
     committed: bool = False
     copies: int = 0  # under way
     released: bool = False  # by the scheduler while a copy was under way: given back when that ends
@@ -45,7 +45,7 @@ class Image:
 
 @dataclass
 class Copy:
-    """A Save or Load under way. `pieces` yields the bytes of each piece and returns whether all is well."""
+    """A Save or Load under way. `pieces` yields how many bytes each piece has copied and returns whether all is well."""
 
     action: Save | Load
     image: Image
@@ -57,7 +57,7 @@ class Copy:
 
 
 class Pieces:
-    """Copies between the pool and images. An image of n blocks takes n + `state_units` units of `unit_bytes`."""
+    """Copies between the device and images, in pieces. An image of n blocks takes n + `state_units` units of `unit_bytes`."""
 
     def __init__(self, kv: BlockStore, worker_identity: str) -> None:
         self._kv = kv
@@ -66,33 +66,33 @@ class Pieces:
         self.state_units = -(-kv.state_bytes // self.unit_bytes)
 
     def save(self, action: Save, image: Image, mapping: arena.Mapping) -> Generator[int, None, bool]:
-        """The copies of a Save, device to arena; yields the bytes of each, and fills in the image's checksums."""
+        """The pieces of a Save, device to arena; fills in the image's checksums."""
         seed = self._seed(action, image)
         for index, source in enumerate(self._places(action)):
-            image.checksums.append((yield from save_block(source, self._place(mapping, image, index, len(source)), seed, index)))
+            image.checksums.append((yield from save_part(source, self._place(mapping, image, index, len(source)), seed, index)))
         return True
 
     def load(self, action: Load, image: Image, mapping: arena.Mapping) -> Generator[int, None, bool]:
-        """The copies of a Load, arena to device; yields the bytes of each. False at the end: a checksum is another."""
+        """The pieces of a Load, arena to device. False at the end: a checksum is another."""
         seed = self._seed(action, image)
         blocks = range(action.first, action.first + len(action.blocks))
         state = range(image.num_blocks, len(image.checksums))
         for index, target in zip((*blocks, *state), self._places(action), strict=True):
-            found = yield from load_block(self._place(mapping, image, index, len(target)), target, seed, index)
+            found = yield from load_part(self._place(mapping, image, index, len(target)), target, seed, index)
             if found != image.checksums[index]:
-                log.error("request %s: piece %d of its image is damaged; it will be recomputed", action.request_id, index)
+                log.error("request %s: part %d of its image is damaged; it will be recomputed", action.request_id, index)
                 return False
         return True
 
     def _places(self, action: Save | Load) -> Iterator[np.ndarray]:
-        """Where on the device the blocks of an action lie, and then the parts of its state: each no longer than a unit."""
+        """Where on the device the parts of an action's image lie."""
         yield from map(self._kv.block, action.blocks)
         if self.state_units:
             state = self._kv.state(action.state_slot)
             yield from (state[start : start + self.unit_bytes] for start in range(0, len(state), self.unit_bytes))
 
     def _place(self, mapping: arena.Mapping, image: Image, index: int, nbytes: int) -> np.ndarray:
-        """The bytes of the image's piece `index` in the arena, mapped."""
+        """The bytes of the image's part `index` in the arena, mapped."""
         mapping.populate(image.offsets[index], self.unit_bytes)
         return mapping.view(image.offsets[index], nbytes)
 

@@ -91,9 +91,9 @@ class Parking:
                 self._heard(message, fd)
         except HostCacheGone as error:
             self._lose(now, str(error))
-        for number, ask in list(self._asks.items()):
-            if now >= ask.deadline:
-                self._expire(number)
+        for ask, waiting in list(self._asks.items()):
+            if now >= waiting.deadline:
+                self._expire(ask)
         if self._lost_at is not None and now >= self._lost_at:
             self._give_up()
         self._flush(now)
@@ -131,7 +131,7 @@ class Parking:
         """Seconds until `poll` has something to do by itself; None: not before the socket is readable."""
         if self._events:
             return 0.0
-        times = [ask.deadline for ask in self._asks.values()]
+        times = [waiting.deadline for waiting in self._asks.values()]
         if not self._socket.open:
             times.append(self._connect_at)
         if self._lost_at is not None:
@@ -217,20 +217,20 @@ class Parking:
             case Reclaim(slab=slab):
                 self._reclaim(slab)
 
-    def _granted(self, number: int, lease: int, extents: list[tuple[int, int]]) -> None:
-        """A lease for ask `number`. One that nobody waits for any more, or of another size, goes back at once."""
-        self._late.discard(number)
-        ask = self._asks.pop(number, None)
-        if ask is not None and self._fits(ask.message.nbytes, extents):
+    def _granted(self, ask: int, number: int, extents: list[tuple[int, int]]) -> None:
+        """The host cache's lease `number`. One that nobody waits for any more, or of another size, goes back at once."""
+        self._late.discard(ask)
+        waiting = self._asks.pop(ask, None)
+        if waiting is not None and self._fits(waiting.message.nbytes, extents):
             offsets = [at + skip for at, nbytes in extents for skip in range(0, nbytes, self.unit_bytes)]
             self._last_lease += 1
-            self._images[self._last_lease] = Image(lease, extents, offsets)
-            self._events.append(LeaseGranted(ask=number, lease=self._last_lease))
+            self._images[self._last_lease] = Image(number, extents, offsets)
+            self._events.append(LeaseGranted(ask=ask, lease=self._last_lease))
             return
-        self._socket.send(messages.Release(lease=lease))
-        if ask is not None:
-            log.error("%d bytes were asked for and something else was granted", ask.message.nbytes)
-            self._events.append(LeaseDenied(ask=number, reason="mismatch"))
+        self._socket.send(messages.Release(lease=number))
+        if waiting is not None:
+            log.error("%d bytes were asked for and something else was granted", waiting.message.nbytes)
+            self._events.append(LeaseDenied(ask=ask, reason="mismatch"))
 
     def _fits(self, wanted: int, extents: list[tuple[int, int]]) -> bool:
         """Whether the extents are `wanted` bytes of the arena, each a multiple of the unit."""
@@ -248,12 +248,12 @@ class Parking:
         if 0 <= start < self._arena.arena_bytes:
             self._mapping.drop(start, min(self._arena.slab_bytes, self._arena.arena_bytes - start))
 
-    def _expire(self, number: int) -> None:
+    def _expire(self, ask: int) -> None:
         """No answer in time is a denial. An ask that was never sent is taken back; else its late grant will be released."""
-        ask = self._asks.pop(number)
-        self._events.append(LeaseDenied(ask=number, reason="timeout"))
-        if not self._socket.withdraw(ask.message):
-            self._late.add(number)
+        message = self._asks.pop(ask).message
+        self._events.append(LeaseDenied(ask=ask, reason="timeout"))
+        if not self._socket.withdraw(message):
+            self._late.add(ask)
 
     # the connection ---------------------------------------------------------------------------------------------------
     def _connect(self, now: float) -> None:
@@ -301,7 +301,7 @@ class Parking:
     def _wait_for_arena(self, now: float) -> None:
         """Committed images stay, and may even be loaded: their bytes are verified. What was being saved is void."""
         self._lost_at = now + RETURN_S
-        self._events += [LeaseDenied(ask=number, reason="no_host_cache") for number in self._asks]
+        self._events += [LeaseDenied(ask=ask, reason="no_host_cache") for ask in self._asks]
         self._asks.clear()
         for copy in [copy for copy in self._copies if isinstance(copy.action, Save)]:
             self._copies.remove(copy)

@@ -1,7 +1,7 @@
-"""Copying blocks between the pool and the arena, piece by piece, with a checksum of each block. It decides nothing.
+"""Copying the parts of an image (see image.py) between device and arena, piece by piece, with a checksum of each part.
 
-The checksum is xxh3_64 with a seed made of the image's tags and the block's number in it, so that whole and right bytes of
-another owner, request, layout, position or block are a mismatch too. It is fused with the copy: a piece is hashed while it
+The checksum is xxh3_64 with a seed made of the image's tags and the part's number in it, so that whole and right bytes of
+another owner, request, layout, position or part are a mismatch too. It is fused with the copy: a piece is hashed while it
 is still in the processor's cache.
 """
 
@@ -20,18 +20,18 @@ def tag_seed(worker: str, request_id: str, layout: str, position: int) -> int:
     return xxhash.xxh3_64_intdigest("\0".join((worker, request_id, layout, str(position))).encode())
 
 
-def save_block(block: np.ndarray, arena: np.ndarray, seed: int, index: int) -> Generator[int, None, int]:
-    """Copy `block` to `arena` (both uint8 [n]). Yields each piece's bytes; returns the checksum of the image's block `index`."""
-    return (yield from _copy(block, arena, block, seed + index))
+def save_part(part: np.ndarray, arena: np.ndarray, seed: int, index: int) -> Generator[int, None, int]:
+    """Copy `part` to `arena` (both uint8 [n]). Yields each piece's bytes; returns the checksum of the image's part `index`."""
+    return (yield from _copy(part, arena, part, seed + index))
 
 
-def load_block(arena: np.ndarray, block: np.ndarray, seed: int, index: int) -> Generator[int, None, int]:
-    """Copy `arena` back into `block` (uint8 [n]). Yields each piece's bytes; returns the checksum of what now is in `block`."""
-    return (yield from _copy(arena, block, block, seed + index))
+def load_part(arena: np.ndarray, part: np.ndarray, seed: int, index: int) -> Generator[int, None, int]:
+    """Copy `arena` back into `part` (uint8 [n]). Yields each piece's bytes; returns the checksum of what now is in `part`."""
+    return (yield from _copy(arena, part, part, seed + index))
 
 
 def image_checksum(checksums: Iterable[int]) -> int:
-    """One number (63 bits) for all blocks' checksums in order."""
+    """One number (63 bits) for all parts' checksums in order."""
     return xxhash.xxh3_64_intdigest(np.fromiter(checksums, np.uint64).tobytes()) >> 1
 
 

@@ -383,18 +383,18 @@ def test_a_block_and_its_checksum(nbytes):
     block = np.random.default_rng(nbytes).integers(0, 256, nbytes, dtype=np.uint8)
     place, back = np.zeros(nbytes, np.uint8), np.zeros(nbytes, np.uint8)
     seed = copies.tag_seed("w", "r", "layout", 16)
-    saved, sizes = drive_copy(copies.save_block(block, place, seed, 3))
+    saved, sizes = drive_copy(copies.save_part(block, place, seed, 3))
     assert sum(sizes) == nbytes and max(sizes) <= copies.PIECE_BYTES
     assert (place == block).all()
-    assert drive_copy(copies.load_block(place, back, seed, 3))[0] == saved
+    assert drive_copy(copies.load_part(place, back, seed, 3))[0] == saved
     assert (back == block).all()
     place[nbytes // 2] ^= 16
-    assert drive_copy(copies.load_block(place, back, seed, 3))[0] != saved
+    assert drive_copy(copies.load_part(place, back, seed, 3))[0] != saved
 
 
 def test_every_tag_is_part_of_the_checksum():
     block, place = np.zeros(100, np.uint8), np.zeros(100, np.uint8)
     tags = [("w", "r", "l", 1), ("x", "r", "l", 1), ("w", "s", "l", 1), ("w", "r", "m", 1), ("w", "r", "l", 2)]
-    sums = {drive_copy(copies.save_block(block, place, copies.tag_seed(*each), 0))[0] for each in tags}
-    sums.add(drive_copy(copies.save_block(block, place, copies.tag_seed(*tags[0]), 1))[0])
+    sums = {drive_copy(copies.save_part(block, place, copies.tag_seed(*each), 0))[0] for each in tags}
+    sums.add(drive_copy(copies.save_part(block, place, copies.tag_seed(*tags[0]), 1))[0])
     assert len(sums) == 6
