@@ -7,7 +7,6 @@ import sys
 import time
 
 import psutil
-import torch
 import zmq
 from msgspec import Struct
 
@@ -15,7 +14,7 @@ from gpu_worker.device.kv_cache import KvCache, block_bytes
 from gpu_worker.device.state_cache import state_bytes
 from gpu_worker.draft_cost import TOO_MUCH, draft_cost
 from gpu_worker.model.exactness import prove
-from gpu_worker.model.load import Model, load_model
+from gpu_worker.model.load import Model, available_processors, load_model
 from gpu_worker.parking import Parking
 from gpu_worker.policy.scheduler import Limits, Scheduler
 from gpu_worker.runner import Runner
@@ -29,7 +28,7 @@ from wire.service import log, notify, run
 
 BLOCK_SIZE = 16
 DRAFT_AUTO = 2
-PARKING_SLOTS = 2  # states beyond --slots, so that a sequence whose image is being saved keeps the next one out of its seat only
+PARKING_SLOTS = 2  # states beyond --slots: a sequence keeps its own until its image is saved, and the next need not wait for that
 
 
 def main(config: Config) -> int:
@@ -37,7 +36,6 @@ def main(config: Config) -> int:
     name = os.environ.get("PARKADE_WORKER_NAME", "cpu0")
     files = find_model(config.model)
     num_blocks = config.ctx // BLOCK_SIZE
-    torch.set_num_threads(max(1, (os.cpu_count() or 1) // len(devices(config.device))))
     model, draft = with_drafts(config, files)
     state_slots = config.slots + PARKING_SLOTS if model.spec.delta else 0
     check_memory(config, model, num_blocks, state_slots, draft.most)
@@ -52,7 +50,7 @@ def main(config: Config) -> int:
     )  # fmt: skip
     announce(hello)
     identity = f"{name}-{os.getpid()}-{secrets.token_hex(4)}"
-    scheduler = Scheduler(limits(config, files, model.spec, hello, draft))
+    scheduler = Scheduler(limits(config, files, model.spec, hello))
     parking = Parking(kv, sockets.hostcache_path(config.run_dir), identity, time.monotonic)
     socket = sockets.dealer_socket(zmq.Context.instance(), sockets.worker_address(config.run_dir), identity.encode())
     worker = Worker(hello, socket, scheduler, Runner(model, kv), parking)
@@ -77,7 +75,8 @@ class Draft(Struct, frozen=True):
 def with_drafts(config: Config, files: ModelFiles) -> tuple[Model, Draft]:
     """The model, with its head only if that is to draft. ConfigError if it has none and is told to draft."""
     draft = drafts_of(config, files)
-    return load_model(files, config.dtype, exact=config.exact == "on", mtp=draft.most > 0), draft
+    threads = max(1, available_processors() // len(devices(config.device)))  # the workers share the processors
+    return load_model(files, config.dtype, exact=config.exact == "on", threads=threads, mtp=draft.most > 0), draft
 
 
 def drafts_of(config: Config, files: ModelFiles) -> Draft:
@@ -114,9 +113,8 @@ def announce(hello: Hello) -> None:
     log.info("%s as %s: %s", hello.model, hello.dtype, ", ".join(parts))
 
 
-def limits(config: Config, files: ModelFiles, spec: ModelSpec, hello: Hello, draft: Draft) -> Limits:
-    """The settings as the scheduler reads them."""
-    cost = {"draft_cost": draft_cost(spec)} if draft.most else {}
+def limits(config: Config, files: ModelFiles, spec: ModelSpec, hello: Hello) -> Limits:
+    """The settings, and what was announced, as the scheduler reads them."""
     return Limits(
         num_blocks=hello.pool_cells // BLOCK_SIZE,
         block_size=BLOCK_SIZE,
@@ -129,12 +127,12 @@ def limits(config: Config, files: ModelFiles, spec: ModelSpec, hello: Hello, dra
         resume_order=config.resume_order,
         park_every=config.park_every,
         reuse=hello.reuse,
-        draft_max=draft.most,
-        state_slots=hello.state_slots if spec.delta else None,
+        draft_max=hello.draft,
+        draft_cost=draft_cost(spec) if hello.draft else (0,),
+        state_slots=hello.state_slots or None,
         eos_token_ids=files.eos_token_ids,
         exact=hello.exact,
         save=config.park_ram == "auto" or size_bytes(config.park_ram) > 0,
-        **cost,
     )
 
 

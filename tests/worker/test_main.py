@@ -32,6 +32,15 @@ def settled(folder, **settings):
     return config, files, *worker.with_drafts(config, files)
 
 
+def test_workers_share_the_processors(folders, monkeypatch):
+    asked = []
+    monkeypatch.setattr(worker, "available_processors", lambda: 5)
+    monkeypatch.setattr(worker, "load_model", lambda files, dtype, **options: asked.append(options["threads"]))
+    for device in ("auto", "cpu,cpu", "cpu,cpu,cpu,cpu,cpu,cpu"):
+        settled(folders / "plain", device=device)
+    assert asked == [5, 2, 1]
+
+
 def test_a_number_of_drafts_is_taken_as_it_is(folders):
     _, _, model, draft = settled(folders / "hybrid", draft="3")
     assert draft == worker.Draft(3) and model.spec.mtp is not None
@@ -71,19 +80,19 @@ def test_a_model_without_a_head(folders):
 
 
 def test_the_limits_of_a_hybrid(folders):
-    config, files, model, draft = settled(folders / "hybrid", draft="3", slots=5)
+    config, files, model, _ = settled(folders / "hybrid", draft="3", slots=5)
     hello = Hello(
         "w", 1, "m", "cpu", "f32", 256, 16, 5, 256, True, state_slots=7, draft=3, reuse=worker.may_reuse(config, model.spec)
     )
-    limits = worker.limits(config, files, model.spec, hello, draft)
+    limits = worker.limits(config, files, model.spec, hello)
     assert (limits.reuse, limits.state_slots, limits.draft_max) == (False, 7, 3)
     assert limits.draft_cost == draft_cost(model.spec)
 
 
 def test_the_limits_of_a_plain_model(folders):
-    config, files, model, draft = settled(folders / "plain")
+    config, files, model, _ = settled(folders / "plain")
     hello = Hello("w", 1, "m", "cpu", "f32", 256, 16, 5, 256, True, reuse=worker.may_reuse(config, model.spec))
-    limits = worker.limits(config, files, model.spec, hello, draft)
+    limits = worker.limits(config, files, model.spec, hello)
     assert (limits.reuse, limits.state_slots, limits.draft_max) == (True, None, 0)
 
 
