@@ -7,7 +7,7 @@
 #include <vector>
 #include "vec.h"
 
-constexpr int SEGMENT = 256, TILE_CELLS = 64, QUERIES = 6;
+constexpr int SEGMENT = 256, TILE_CELLS = 64, QUERIES = 12;
 constexpr float NEVER = -3e38f;  // below every score; finite, so that differences stay numbers
 
 struct Pool {

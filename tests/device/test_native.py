@@ -170,6 +170,7 @@ def test_a_failing_compiler_is_an_error_with_its_words(tmp_path, monkeypatch):
 
 
 @pytest.mark.long
+@pytest.mark.timeout(600)  # a whole build and eight proofs
 @pytest.mark.parametrize("target", ["x86-64", "x86-64-v3", "x86-64-v4"])
 def test_builds_for_lesser_processors_agree(tmp_path, target):
     """Plain loops, AVX2 and AVX-512 without bfloat16 instructions."""
