@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from gpu_worker.device.kv_cache import KvCache
+from gpu_worker.device.state_cache import FOLD
 from gpu_worker.model.batch import Batch
 from wire.model_spec import ModelSpec
 
@@ -190,7 +191,7 @@ def _same_cells(t: _Trial) -> bool:
         if kv.hidden is not None and not torch.equal(kv.hidden[a], kv.hidden[b]):
             return False
     states = [spec.delta.layers.index(i) for i in t.layers if i in spec.delta.layers] if spec.delta else []
-    return all(kv.states is not None and torch.equal(kv.states.state[0, i], kv.states.state[1, i]) for i in states)
+    return all(kv.states is not None and torch.equal(*(kv.states.state[p.slot, i] for p in (t.one, t.two))) for i in states)
 
 
 def _fill_state(t: _Trial, slot: int) -> None:
@@ -203,7 +204,7 @@ def _fill_state(t: _Trial, slot: int) -> None:
         part[slot].normal_(generator=generator)
     states.log_k[slot] /= states.log_k[slot].norm(dim=-1, keepdim=True)
     states.log_g[slot] = -states.log_g[slot].abs()
-    states.folded[slot] = t.far // BLOCK * BLOCK
+    states.folded[slot] = t.far // FOLD * FOLD
 
 
 def _split(tokens: list[int], *sizes: int) -> Iterator[tuple[list[int], int]]:

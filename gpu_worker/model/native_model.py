@@ -12,7 +12,7 @@ from gpu_worker.device.kv_cache import KvCache
 from gpu_worker.device.native import BF16, F32, Q4, Q8, HeadStruct, LayerStruct, Packed, ShapeStruct, StepStruct
 from gpu_worker.model.batch import Batch
 from gpu_worker.model.rope import RopeTable
-from gpu_worker.model.weights import Weights
+from gpu_worker.model.weights import GROUP, Weights, four_bits
 from wire.model_spec import ModelSpec
 
 _ATTENTION = ("q", "k", "v", "q_gate", "o", "gate", "up", "down")  # products of a layer
@@ -212,12 +212,25 @@ class NativeModel:
                     minimum = None if part.minimum is None else part.minimum[chosen]
                     packed.put_quants(part.quants[chosen], part.scale[chosen], minimum, at)
             return self._keep(packed)
+        if self.dtype_name == "int4" and name.startswith("mtp.") and k % GROUP == 0:
+            return self._keep(self._in_four_bits(name, bias))
         form, dtype = (F32, torch.float32) if self.dtype_name == "f32" else (BF16, torch.bfloat16)
         packed = Packed(self._lib, form, rows, k, bias)
         for first, values in weights.parts(name, dtype):
             for at, chosen in _picked(pick, first, len(values)):
                 packed.put_dense(values[chosen], at)
         return self._keep(packed)
+
+    def _in_four_bits(self, name: str, bias: Tensor | None) -> Packed:
+        """A matrix of the head like those of its model: what it guesses changes the speed only, and so it costs a third."""
+        weights = self._weights
+        assert weights is not None
+        n, k = weights.shape(name)
+        packed = Packed(self._lib, Q4, n, k, bias)
+        for first, values in weights.parts(name, torch.float32):
+            part = four_bits(values.numpy())
+            packed.put_quants(part.quants, part.scale, part.minimum, first)
+        return packed
 
 
 def _picked(pick: np.ndarray | None, first: int, count: int) -> list[tuple[int, slice | np.ndarray]]:

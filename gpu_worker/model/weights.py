@@ -159,6 +159,17 @@ def _dense(rows: np.ndarray, info: TensorInfo) -> Tensor:
     return torch.from_numpy(gguf.quants.dequantize(rows, gguf.GGMLQuantizationType[info.dtype]))
 
 
+def four_bits(values: np.ndarray) -> Quantised:
+    """The nearest 4-bit form of float32 [N, K]: 16 even steps from the least to the greatest weight of each group of 32."""
+    groups = values.reshape(len(values), -1, GROUP)
+    least = groups.min(-1)
+    scale = ((groups.max(-1) - least) / 15).astype(np.float16)
+    minimum = least.astype(np.float16)
+    step = np.where(scale > 0, scale, 1).astype(np.float32)[..., None]
+    quants = ((groups - minimum.astype(np.float32)[..., None]) / step).round().clip(0, 15).astype(np.uint8)
+    return Quantised(quants.reshape(values.shape), scale, minimum)
+
+
 def _half(two_bytes: np.ndarray) -> np.ndarray:
     """float16 [...] of little-endian bytes [..., 2]."""
     return np.ascontiguousarray(two_bytes).view(np.float16)[..., 0]

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from gpu_worker.model import weights as module
-from gpu_worker.model.weights import Quantised, Weights
+from gpu_worker.model.weights import Quantised, Weights, four_bits
 from tests.make_models import random_weights, write_gguf, write_hf
 from wire.model_files import find_model
 
@@ -75,3 +75,13 @@ def test_a_large_tensor_is_converted_in_parts(tmp_path, monkeypatch):
     assert [first for first, _ in parts] == list(range(0, 64, 5))
     assert torch.equal(torch.cat([rows for _, rows in parts]), whole)
     assert np.array_equal(np.concatenate([p.quants for _, p in Weights(files).quants("layers.0.q")]), whole_quants)
+
+
+def test_four_bits_are_the_nearest_of_16_even_steps() -> None:
+    values = np.random.default_rng(0).normal(size=(3, 64)).astype(np.float32)
+    values[1, :32] = 0.25  # a group without a spread
+    form = four_bits(values)
+    back = form.quants.reshape(3, 2, 32) * form.scale[..., None].astype(np.float32) + form.minimum[..., None].astype(np.float32)
+    step = (values.reshape(3, 2, 32).max(-1) - values.reshape(3, 2, 32).min(-1)) / 15
+    error = np.abs(back - values.reshape(3, 2, 32)).max(-1)
+    assert (error <= 0.5 * step + 0.005).all() and form.quants.max() == 15 and error[1, 0] == 0
