@@ -78,4 +78,4 @@ def test_drafts_change_no_answer(tmp_path, without, model, dtype, draft):
         drafted, accepted = drafts[1]
         assert drafted > 0
         if model in TRAINED:
-            assert accepted > 0.3 * drafted, drafts
+            assert accepted > 0.1 * drafted, drafts  # a random one: next to none
