@@ -61,11 +61,6 @@ _FAILED = {
 }
 
 
-def sample(logits: Tensor, rows: list[SampleRow]) -> list[Sampled]:
-    """One draw a row from float32 logits [n, vocab]."""
-    return [draw(values, row) for values, row in zip(logits.numpy(), rows, strict=True)]
-
-
 def draw(raw: np.ndarray, row: SampleRow) -> Sampled:
     """One draw from float32 logits [vocab]. Temperature 0 is greedy; ties go to the lower id."""
     best = _choose(raw, row, None)

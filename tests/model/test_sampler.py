@@ -7,10 +7,15 @@ import numpy as np
 import pytest
 import torch
 
-from gpu_worker.model.sampler import Candidates, SampleRow, draw, guess, gumbel, sample, stream_key, token_logprobs
+from gpu_worker.model.sampler import Candidates, Sampled, SampleRow, draw, guess, gumbel, stream_key, token_logprobs
 from wire.messages import Sampling
 
 MASK = 2**64 - 1
+
+
+def sample(logits: torch.Tensor, rows: list[SampleRow]) -> list[Sampled]:
+    """One draw a row from float32 logits [n, vocab]."""
+    return [draw(values, row) for values, row in zip(logits.numpy(), rows, strict=True)]
 
 
 # an oracle that shares no code with the sampler ----------------------------------------------------------------------
