@@ -18,7 +18,7 @@ class Image(Struct):
     nbytes: int
     cells: list[int | None]
     hidden: list[int | None]
-    state: FakeState | None = None  # poisoned until it is written; None: the model has none
+    state: FakeState | None = None  # None: the model has none, or nothing was saved yet
     position: int = -1  # cells in the image, once committed
 
 

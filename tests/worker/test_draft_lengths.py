@@ -85,7 +85,7 @@ def region(index: int) -> range:
     return range(index * 16, index * 16 + 16)
 
 
-def start(kv: KvCache, index: int) -> Run:
+def start(index: int) -> Run:
     """A sequence in some of its blocks."""
     blocks = random.Random(index).sample(region(index), 10)
     return Run(list(PROMPTS[index]), len(PROMPTS[index]), SAMPLING[index], blocks, index)
@@ -133,7 +133,7 @@ def kept(kv: KvCache, run: Run) -> torch.Tensor:
 
 def alone(model, index: int) -> Truth:
     kv = cache(model)
-    runner, run, truth = Runner(model, kv), start(kv, index), Truth([], torch.empty(0))
+    runner, run, truth = Runner(model, kv), start(index), Truth([], torch.empty(0))
     while len(run.tokens) <= run.prompt_len + TOKENS + MOST:
         row = run.row(256, 0)
         run.take(row, runner.step(Plan([], [row], 0)).rows[0])
@@ -158,7 +158,7 @@ def test_every_length_of_draft_and_of_its_accepted_part_leaves_everything_as_it_
         model.right = lambda share=share: chance.random() < share
         kv = cache(model)
         runner = Runner(model, kv)
-        runs = [start(kv, index) for index in range(2 if round_ % 2 else 1)]
+        runs = [start(index) for index in range(2 if round_ % 2 else 1)]
         step = 0
         while waiting := [index for index, run in enumerate(runs) if not run.done]:
             step += 1

@@ -30,9 +30,7 @@ class HashModel:
         self.draft_ids = torch.tensor(draft_ids) if draft_ids is not None else None
         self.cells: dict[tuple[int, int], int] = {}  # (block, place) -> token
         self.guessed: dict[tuple[int, int], int] = {}  # the same, of the head
-        self.made: dict[
-            tuple[float, ...], tuple[int, list[int]]
-        ] = {}  # rows of the head's last pass: how deep, behind which tokens
+        self.made: dict[tuple[float, ...], tuple[int, list[int]]] = {}  # a row of the head's last pass -> depth, tokens behind it
         self.drafts: list[int] = []  # rows of each pass of the head
         self.fed: list[tuple[list[int], int, int]] = []  # of each sequence of each step: tokens, known, state slot
 
