@@ -124,11 +124,8 @@ class Server:
         heard = self._drain_workers(now) + self._drain_clients(now)
         if heard:
             self._turn_soon()
-        if self.ledger.draining and not self.ledger.requests and not self._to_clients.full:
-            self._finish()
-
-    def _finish(self) -> None:
-        if not self._done.done():
+        drained = self.ledger.draining and not self.ledger.requests and not self._to_clients.full
+        if drained and not self._done.done():
             self._done.set_result(None)
 
     def _drain_workers(self, now: float) -> int:

@@ -33,7 +33,8 @@ __all__ = ["Limits", "Scheduler", "SchedulerLoad"]
 
 class Scheduler:
     """Drive it with `handle(event, now)` for whatever has happened and `plan(now)` before each step; `now` in seconds, never
-    going back. A plan whose StepDone never comes is forgotten by the next one, and its rows are fed again."""
+    going back. A plan whose StepDone never comes is forgotten by the next one, and its rows are fed again: a step
+    that has been run may be lost only where there is neither a recurrent state nor a head, or the device would be ahead."""
 
     def __init__(self, limits: Limits) -> None:
         self.limits = limits

@@ -80,10 +80,11 @@ class Story:
         """Plan and run one step. Each sampling row draws 7 and refuses its guesses, unless `tokens` says what it yields."""
         plan = self.plan()
         if plan.rows:
-            self.handle(StepDone([self._result(row, tokens or {}) for row in plan.rows], plan.epoch))
+            self.handle(StepDone([self.result(row, tokens or {}) for row in plan.rows], plan.epoch))
         return plan
 
-    def _result(self, row: Row, tokens: dict[str, list[int]]) -> RowResult:
+    def result(self, row: Row, tokens: dict[str, list[int]]) -> RowResult:
+        """What a row yields, if `tokens` does not say otherwise."""
         return RowResult(row.request_id, tokens.get(row.request_id, [7]) if row.samples else [])
 
     def steps(self, count: int) -> None:

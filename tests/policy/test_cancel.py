@@ -92,7 +92,7 @@ def test_in_the_middle_of_a_step_it_ends_with_the_step():
     assert story.state("a") == "running"
     blocks = list(story["a"].blocks)
     assert all(story.scheduler.book.pool.refs(block) for block in blocks)
-    story.handle(StepDone([story._result(row, {}) for row in plan.rows], plan.epoch))
+    story.handle(StepDone([story.result(row, {}) for row in plan.rows], plan.epoch))
     assert story.state("a") == "gone"
     whole(story)
 
