@@ -5,7 +5,7 @@ from math import prod
 from wire.model_spec import ModelSpec, tensor_shapes
 
 # Percent of a step of d decodes that one more row for each costs, d from 1 on: as the native rows did on two cores
-# (`python -m benchmarks.solo --draft`), the last figures guessed.
+# (`python -m benchmarks.solo --draft`), the last figures estimated.
 VERIFY = (15, 30, 40, 50)
 TOO_MUCH = 80  # percent for a guess of a sequence alone: more than most heads give back
 

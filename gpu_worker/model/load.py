@@ -35,9 +35,10 @@ def load_model(
 ) -> Model:
     """A model for the CPU; its own `spec` counts, not that of `files`.
 
-    `dtype`: auto (4-bit weights stay in 4 bits, bf16 elsewhere), bf16 or f32. `exact`: a row's result depends on its own
-    sequence only (the native library gives that for nothing, torch pads rows). `threads` None: as many as there are processors
-    for this process. `native` False: in torch even if the library is there. `mtp` False: without the head that drafts.
+    `dtype`: auto (4-bit weights stay in 4 bits, and natively the head that drafts follows them; bf16 elsewhere), bf16 or f32.
+    `exact`: a row's result depends on its own sequence only (the native library gives that for nothing, torch pads rows).
+    `threads` None: as many as there are processors for this process. `native` False: in torch even if the library is there.
+    `mtp` False: without the head that drafts.
     """
     threads = threads or available_processors()
     spec = files.spec if mtp else structs.replace(files.spec, mtp=None)

@@ -197,8 +197,8 @@ class NativeModel:
         return self._keep(self._read(name).contiguous()).data_ptr()
 
     def _matrix(self, name: str, keep_8bit: bool, pick: np.ndarray | None = None) -> Packed:
-        """One matrix, or the rows `pick` of it: 4 bits if the file and the model's type say so, 8 bits if wanted and in the
-        file, dense otherwise."""
+        """One matrix, or the rows `pick` of it: 4 bits if the file and the model's type say so, or for the head of such a model;
+        8 bits if wanted and in the file; dense otherwise."""
         weights = self._weights
         assert weights is not None
         n, k = weights.shape(name)
