@@ -13,7 +13,7 @@ from torch import Tensor
 from gpu_worker.device.kv_cache import KvCache
 from gpu_worker.model.batch import Batch
 from gpu_worker.model.load import Model
-from gpu_worker.model.sampler import Candidates, SampleRow, draw, guess, token_logprobs
+from gpu_worker.model.sampler import Candidates, SampleRow, draw, guess, takes_best, token_logprobs
 from gpu_worker.policy.events import Plan, Row, RowResult, StepDone
 
 
@@ -64,6 +64,14 @@ class Runner:
         blocks = [rows[index].blocks[(rows[index].start - 1) // self.kv.block_size] for index in chained]
         hidden = self.kv.hidden[torch.tensor(blocks)]
         tokens = [rows[index].tokens[rows[index].start] for index in chained]
+        if self.model.draft_greedy is not None and all(takes_best(rows[index]) for index in chained):
+            starts = torch.tensor([rows[index].start for index in chained], dtype=torch.int32)
+            counts = [rows[index].draft for index in chained]
+            own = tables[torch.tensor(chained)]
+            found = self.model.draft_greedy(torch.tensor(tokens), starts, hidden, own, counts, self.kv)
+            for index, guessed in zip(chained, found, strict=True):
+                guesses[index] = guessed
+            return guesses
         depth = 0
         while chained:
             positions = torch.tensor([rows[index].start + depth for index in chained], dtype=torch.int32)

@@ -22,7 +22,7 @@ from gpu_worker.device.memory import anonymous
 SOURCES = Path(__file__).parent.parent / "native"
 LIBRARY = SOURCES / "rows.so"
 FLAGS = ["-O3", "-march=native", "-std=c++20", "-fPIC", "-shared", "-pthread", "-ffp-contract=off"]
-ABI = 5
+ABI = 6
 F32, BF16, Q8, Q4 = range(4)  # enum Format of matmul.h
 MAX_HEAD_DIM = 256
 
@@ -189,6 +189,7 @@ def _declare(lib: ctypes.CDLL) -> None:
         ("pk_set_head", None, [p, POINTER(HeadStruct)]),
         ("pk_forward", c_int, [p, POINTER(StepStruct)]),
         ("pk_draft", c_int, [p, POINTER(StepStruct)]),
+        ("pk_draft_greedy", c_int, [p, POINTER(StepStruct), p, p, c_int, p]),
         ("pk_logits", None, [p, p, c_int, p]),
         ("pk_draft_logits", None, [p, p, c_int, p]),
         ("pk_packed_bytes", c_size_t, [c_int, c_int, c_int]),

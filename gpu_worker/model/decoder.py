@@ -37,6 +37,7 @@ class TorchModel:
     """A model whose step runs in torch operators. Rows are padded for exactness; padding writes to the scratch block."""
 
     backend = "torch"
+    draft_greedy = None  # guesses are chained by the caller
 
     def __init__(
         self,

@@ -1,6 +1,7 @@
 """A model whose whole step is one call into the native library. Row-invariant by construction, so rows need no padding."""
 
 import ctypes
+from collections.abc import Callable
 from typing import TypeVar
 
 import numpy as np
@@ -90,14 +91,41 @@ class NativeModel:
         token_ids int64 [n], positions int32 [n] from 1 on, hidden float32 [n, hidden] of the positions before, tables int32
         [n, w]. Writes the head's cells there. IndexError if a number is out of range.
         """
+        out = torch.empty(len(token_ids), self.spec.hidden)
+        self._step.hidden = out.data_ptr()
+        self._draft(self._lib.pk_draft, token_ids, positions, hidden, tables, kv)
+        return out
+
+    def draft_greedy(
+        self, token_ids: Tensor, positions: Tensor, hidden: Tensor, tables: Tensor, counts: list[int], kv: KvCache
+    ) -> list[list[int]]:
+        """`counts[i]` guesses behind row i, each the best of `draft_logits` and fed to the next pass: the same as one by one, in
+        one call. Tables need room for the last guess but one."""
+        most = max(counts)
+        wanted = np.array(counts, dtype=np.int32)
+        ids = None if self.draft_ids is None else self.draft_ids.data_ptr()
+        out = np.empty((len(counts), most), dtype=np.int64)
+        last = max(position + count for position, count in zip(positions.tolist(), counts, strict=True)) - 1
+        if last >= len(self._rope.cos):
+            self._rope.reach(last)
+            self._set_rope()
+
+        def chain(model: int, step: object) -> int:
+            return self._lib.pk_draft_greedy(model, step, wanted.ctypes.data, ids, most, out.ctypes.data)
+
+        self._draft(chain, token_ids, positions, hidden, tables, kv)
+        return [row[:count] for row, count in zip(out.tolist(), counts, strict=True)]
+
+    def _draft(
+        self, function: Callable[..., int], token_ids: Tensor, positions: Tensor, hidden: Tensor, tables: Tensor, kv: KvCache
+    ) -> None:
+        """One row for each of the sequences, through the head only."""
         hidden, tables = hidden.float().contiguous(), tables.contiguous()
-        out, seq_of = torch.empty_like(hidden), torch.arange(len(token_ids), dtype=torch.int32)
         step = self._step
         step.out_count, step.out_rows, step.only, step.only_count = 0, None, None, 0
         step.known, step.slots = None, None
-        step.given, step.hidden = hidden.data_ptr(), out.data_ptr()
-        self._run(self._lib.pk_draft, token_ids, positions, seq_of, tables, kv)
-        return out
+        step.given = hidden.data_ptr()
+        self._run(function, token_ids, positions, torch.arange(len(token_ids), dtype=torch.int32), tables, kv)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """float32 [n_out, vocab] of hidden rows [n_out, hidden]."""
@@ -107,7 +135,7 @@ class NativeModel:
         """float32 [n, draft vocab] of rows [n, hidden] of `draft`: the columns of `logits` that `draft_ids` names."""
         return self._logits(self._lib.pk_draft_logits, rows, self.spec.vocab if self.draft_ids is None else len(self.draft_ids))
 
-    def _logits(self, function: "ctypes._NamedFuncPointer", hidden: Tensor, columns: int) -> Tensor:
+    def _logits(self, function: Callable[..., None], hidden: Tensor, columns: int) -> Tensor:
         hidden = hidden.float().contiguous()
         out = torch.empty(len(hidden), columns)
         function(self._model, hidden.data_ptr(), len(hidden), out.data_ptr())
@@ -115,7 +143,7 @@ class NativeModel:
 
     def _run(
         self,
-        function: "ctypes._NamedFuncPointer",
+        function: Callable[..., int],
         token_ids: Tensor,
         positions: Tensor,
         seq_of: Tensor,

@@ -5,6 +5,7 @@ the vocabulary and no cumulative sum decides a draw, so a last-bit change of a l
 """
 
 from math import exp, isfinite, log
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -82,6 +83,27 @@ def guess(raw: np.ndarray, row: SampleRow, candidates: Candidates | None) -> int
     return best if candidates is None else int(candidates.ids[best])
 
 
+class Drawing(Protocol):
+    """What decides how a row's tokens are drawn."""
+
+    @property
+    def sampling(self) -> Sampling: ...
+    @property
+    def banned(self) -> tuple[int, ...]: ...
+
+
+def takes_best(row: Drawing) -> bool:
+    """Whether every draw of this row is the greatest logit, as the model gives it."""
+    return row.sampling.temperature == 0 and not _changes(row)
+
+
+def _changes(row: Drawing) -> bool:
+    """Whether penalties, bias or bans change its logits."""
+    s = row.sampling
+    penalised = s.repetition_penalty != 1 or s.presence_penalty or s.frequency_penalty
+    return bool(penalised or s.logit_bias or row.banned)
+
+
 def token_logprobs(logits: Tensor, targets: list[int], top: int) -> list[Logprob]:
     """Log probability of target i under row i of float32 logits [n, vocab], with the `top` most likely ids beside it."""
     return [_logprob(row, target, top) for row, target in zip(logits.numpy(), targets, strict=True)]
@@ -148,10 +170,9 @@ def _choose(raw: np.ndarray, row: SampleRow, candidates: Candidates | None) -> i
 
 def _changed(raw: np.ndarray, row: SampleRow, candidates: Candidates | None) -> np.ndarray | None:
     """The logits after penalties, bias and bans, in this order; None if nothing changes them."""
-    s = row.sampling
-    penalised = s.repetition_penalty != 1 or s.presence_penalty or s.frequency_penalty
-    if not penalised and not s.logit_bias and not row.banned:
+    if not _changes(row):
         return None
+    s = row.sampling
     logits = raw.copy()
     if s.repetition_penalty != 1:
         seen = _unique(row.before(), len(raw), candidates)[0]

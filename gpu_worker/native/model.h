@@ -3,6 +3,7 @@
 // The residual stream is float32. What enters a product is rounded to bfloat16 unless the model is float32. Every result
 // is a function of a row's own sequence: see matmul.h, attention.h and delta.h.
 #pragma once
+#include <algorithm>
 #include "head.h"
 
 class Model {
@@ -44,6 +45,41 @@ class Model {
       if (step.positions[i] < 1) return false;
     layers_.reserve(step, s_.mtp_intermediate, false);
     work_.team.run([&](int thread) { head.draft(step, thread, layers_, embed); });
+    return true;
+  }
+
+  // `draft` in a chain, each row's best guess fed to its next pass: counts[i] guesses for row i, to out[i * most]. `ids`: the
+  // token of each column of the drafting matrix; null: they are tokens.
+  bool draft_greedy(Step step, const int32_t* counts, const int64_t* ids, int most, int64_t* out) {
+    const Matrix& m = head.weights.draft;
+    const size_t hidden = s_.hidden;
+    std::vector<int> row(step.rows);
+    std::vector<int64_t> tokens(step.tokens, step.tokens + step.rows);
+    std::vector<int32_t> positions(step.positions, step.positions + step.rows), seq_of(step.seq_of, step.seq_of + step.rows);
+    std::vector<float> given(step.given, step.given + step.rows * hidden), found(step.rows * hidden), scores((size_t)step.rows * m.n);
+    for (int i = 0; i < step.rows; i++) row[i] = i;
+    step.tokens = tokens.data();
+    step.positions = positions.data();
+    step.seq_of = seq_of.data();
+    step.given = given.data();
+    step.hidden = found.data();
+    for (int depth = 0; step.rows; depth++) {
+      if (!draft(step)) return false;
+      logits(m, found.data(), step.rows, scores.data());
+      int left = 0;  // rows that guess on move to the front
+      for (int i = 0; i < step.rows; i++) {
+        const float* line = &scores[(size_t)i * m.n];
+        const int64_t best = std::max_element(line, line + m.n) - line, token = ids ? ids[best] : best;
+        out[(size_t)row[i] * most + depth] = token;
+        if (depth + 1 >= counts[row[i]]) continue;
+        row[left] = row[i];
+        tokens[left] = token;
+        positions[left] = positions[i] + 1;
+        seq_of[left] = seq_of[i];
+        memcpy(&given[left++ * hidden], &found[i * hidden], sizeof(float) * hidden);
+      }
+      step.rows = left;
+    }
     return true;
   }
 

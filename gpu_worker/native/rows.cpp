@@ -3,7 +3,7 @@
 
 extern "C" {
 
-int pk_abi() { return 5; }
+int pk_abi() { return 6; }
 
 // Instruction sets that the compiler was allowed to use, as /proc/cpuinfo names them.
 const char* pk_features() {
@@ -48,6 +48,10 @@ void pk_set_head(Model* model, const HeadWeights* head) { model->head.set(*head)
 int pk_forward(Model* model, const Step* step) { return model->forward(*step); }
 
 int pk_draft(Model* model, const Step* step) { return model->draft(*step); }
+
+int pk_draft_greedy(Model* model, const Step* step, const int32_t* counts, const int64_t* ids, int most, int64_t* out) {
+  return model->draft_greedy(*step, counts, ids, most, out);
+}
 
 void pk_logits(Model* model, const float* hidden, int rows, float* out) { model->logits(model->output, hidden, rows, out); }
 

@@ -149,6 +149,36 @@ def test_a_draft_depends_on_its_sequence_only_and_never_reads_the_first_cell(tmp
         model.draft(torch.tensor([4]), torch.tensor([0], dtype=torch.int32), hidden[:1], tables[:1], kv)
 
 
+@pytest.mark.parametrize("ids", [None, [200, 3, 4, 5, 17, 100, 101, 0]])
+def test_greedy_guesses_in_one_call_are_those_made_one_by_one(tmp_path, ids):
+    require_native()
+    model = load_model(hybrid(tmp_path, **({} if ids is None else {"draft_ids": ids})), "bf16", threads=2)
+    tokens = [(31 * i + 7) % model.spec.vocab for i in range(60)]
+    kv, rows, counts = (
+        cache(model),
+        [(tokens, 0, [0, 1, 2, 3, 4]), (tokens[9:30], 0, [20, 21, 22]), (tokens[3:4], 0, [8])],
+        [5, 1, 3],
+    )
+    model.forward(Batch.of(rows), kv)
+    expected, cells = [], []
+    for token, count, (fed, _, blocks) in zip((4, 5, 6), counts, rows):
+        chain, hidden = [token], kv.hidden[[blocks[(len(fed) - 1) // 16]]]
+        for i in range(count):
+            at = torch.tensor([len(fed) + i], dtype=torch.int32)
+            hidden = model.draft(torch.tensor(chain[-1:]), at, hidden, torch.tensor([blocks], dtype=torch.int32), kv)
+            best = int(model.draft_logits(hidden)[0].argmax())
+            chain.append(best if ids is None else ids[best])
+        expected.append(chain[1:])
+        cells.append(kv.tensor[blocks, -1].clone())
+    tables = torch.tensor([blocks + [0] * (5 - len(blocks)) for _, _, blocks in rows], dtype=torch.int32)
+    at = torch.tensor([60, 21, 1], dtype=torch.int32)
+    hidden = kv.hidden[[3, 21, 8]]
+    before = kv.tensor[:, :-1].clone()
+    assert model.draft_greedy(torch.tensor([4, 5, 6]), at, hidden, tables, counts, kv) == expected
+    assert all(torch.equal(kv.tensor[blocks, -1], kept) for (_, _, blocks), kept in zip(rows, cells))
+    assert torch.equal(kv.tensor[:, :-1], before), "only the head's cells are written"
+
+
 def test_a_draft_and_the_fill_write_the_same_cell(tmp_path):
     require_native()
     model = load_model(hybrid(tmp_path), "bf16", threads=2)

@@ -27,6 +27,8 @@ SAMPLING = [Sampling(temperature=0, seed=0), Sampling(temperature=1.0, seed=11)]
 class Foretold:
     """A model whose head is told what comes, and says it or something else. Its passes are made all the same."""
 
+    draft_greedy = None  # one by one, so that each can be told
+
     def __init__(self, model) -> None:
         self._model = model
         self.truth: dict[int, list[int]] = {}  # the first block of a sequence -> its tokens

@@ -27,6 +27,7 @@ class HashModel:
     def __init__(self, right: int = 3, draft_ids: list[int] | None = None) -> None:
         self.spec = SimpleNamespace(mtp=object(), vocab=VOCAB)
         self.right = right
+        self.draft_greedy = None  # guesses are made one by one
         self.draft_ids = torch.tensor(draft_ids) if draft_ids is not None else None
         self.cells: dict[tuple[int, int], int] = {}  # (block, place) -> token
         self.guessed: dict[tuple[int, int], int] = {}  # the same, of the head
