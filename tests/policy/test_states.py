@@ -14,6 +14,17 @@ def slots(story: Story) -> dict[str, int]:
     return {name: seq.state_slot for name, seq in story.scheduler.sequences.items()}
 
 
+def saving() -> Story:
+    """`a` alone, and its image being saved."""
+    story = recurrent(saves="by hand")
+    story.submit("a", 6)
+    story.until(lambda: "a" in story.said)
+    story.park("a")
+    story.handle(LeaseGranted(story.plan().actions[-1].ask, 7))
+    story.plan()
+    return story
+
+
 def test_each_on_the_device_has_one_of_its_own_and_its_row_says_which():
     story = recurrent()
     story.submit("a", 4)
@@ -100,12 +111,7 @@ def test_what_is_refused_or_parked_in_its_prompt_gives_it_back(saves):
 
 
 def test_a_load_that_failed_starts_at_the_first_token():
-    story = recurrent(saves="by hand")
-    story.submit("a", 6)
-    story.until(lambda: "a" in story.said)
-    story.park("a")
-    story.handle(LeaseGranted(story.plan().actions[-1].ask, 7))
-    story.plan()
+    story = saving()
     story.handle(Saved("a", True))
     story.resume("a")
     story.plan()
@@ -115,12 +121,7 @@ def test_a_load_that_failed_starts_at_the_first_token():
 
 
 def test_the_host_caches_death_and_a_cancel_in_the_middle_of_a_copy_give_it_back_when_the_copy_has_ended():
-    story = recurrent(saves="by hand")
-    story.submit("a", 6)
-    story.until(lambda: "a" in story.said)
-    story.park("a")
-    story.handle(LeaseGranted(story.plan().actions[-1].ask, 7))
-    story.plan()
+    story = saving()
     story.handle(HostCacheLost())
     story.cancel("a")
     assert slots(story) == {"a": 0}
