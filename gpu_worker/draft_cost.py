@@ -4,9 +4,12 @@ from math import prod
 
 from wire.model_spec import ModelSpec, tensor_shapes
 
-# Percent of a step of d decodes that one more row for each costs, d from 1 on: as the native rows did on two cores
-# (`python -m benchmarks.solo --draft`), the last figures estimated.
-VERIFY = (15, 30, 40, 50)
+# Percent of the products of a step of d decodes that one more row for each costs, d from 1 on: as the native rows did with
+# SmolLM2 in 4 bits on two cores. One row or two wait for memory, many compute.
+VERIFY = (5, 21, 40, 55)
+# What a step costs beside its products (messages, plan, draws), and what a guess does, in weights that could be read meanwhile:
+# some 0.2 ms a step and 0.2 ms a sequence, 0.05 ms a guess. It is most of a step of a tiny model.
+STEP, SEQUENCE, GUESS = 5_000_000, 5_000_000, 1_000_000
 TOO_MUCH = 80  # percent for a guess of a sequence alone: more than most heads give back
 
 
@@ -14,7 +17,10 @@ def draft_cost(spec: ModelSpec) -> tuple[int, ...]:
     """Limits.draft_cost for a model with a head: a pass of the head, by the weights that it reads, and one more row to verify."""
     assert spec.mtp is not None
     matrices = {name: prod(shape) for name, shape in tensor_shapes(spec).items() if len(shape) == 2}
-    step = sum(size for name, size in matrices.items() if name.startswith("layers.")) + spec.vocab * spec.hidden
+    products = sum(size for name, size in matrices.items() if name.startswith("layers.")) + spec.vocab * spec.hidden
     head = sum(size for name, size in matrices.items() if name.startswith("mtp."))
     head += (spec.mtp.draft_vocab or spec.vocab) * spec.hidden
-    return tuple(verify + -(-100 * head // step) for verify in VERIFY)
+    return tuple(
+        -(-(verify * products + 100 * (head + GUESS)) // (products + STEP + decodes * SEQUENCE))
+        for decodes, verify in enumerate(VERIFY, 1)
+    )

@@ -9,7 +9,7 @@ from msgspec import structs
 
 from gpu_worker import __main__ as worker
 from gpu_worker.device.kv_cache import KvCache
-from gpu_worker.draft_cost import TOO_MUCH, VERIFY, draft_cost
+from gpu_worker.draft_cost import GUESS, SEQUENCE, STEP, TOO_MUCH, VERIFY, draft_cost
 from tests.make_models import write_hf
 from wire.config import Config, ConfigError
 from wire.messages import Hello
@@ -67,10 +67,17 @@ def test_a_guess_costs_a_pass_of_the_head_and_a_row():
     layer = 576 * (2 * 576 + 2 * 192) + 3 * 576 * 1536
     step = 30 * layer + 49152 * 576
     with_head = structs.replace(spec, mtp=MtpSpec(intermediate=1536, draft_vocab=8192))
-    head = math.ceil(100 * (layer + 2 * 576 * 576 + 8192 * 576) / step)
-    assert draft_cost(with_head) == tuple(verify + head for verify in VERIFY)
+    guess = layer + 2 * 576 * 576 + 8192 * 576 + GUESS
+    alone, of_four = VERIFY[0], VERIFY[3]
+    assert draft_cost(with_head)[0] == math.ceil((alone * step + 100 * guess) / (step + STEP + SEQUENCE))
+    assert draft_cost(with_head)[3] == math.ceil((of_four * step + 100 * guess) / (step + STEP + 4 * SEQUENCE))
     everything = structs.replace(spec, mtp=MtpSpec(intermediate=1536))
     assert draft_cost(everything)[0] > draft_cost(with_head)[0] + 15
+
+
+def test_a_guess_costs_little_where_messages_and_plans_take_most_of_a_step():
+    spec = find_model("bard").spec
+    assert max(draft_cost(spec)) < 20
 
 
 def test_a_model_without_a_head(folders):
