@@ -106,7 +106,7 @@ from gpu_worker.model.batch import Batch
 from gpu_worker.device.kv_cache import KvCache
 from gpu_worker.model.load import load_model
 files = find_model("smollm2")
-model = load_model(files, "auto", native=sys.argv[1] == "native")
+model = load_model(files, "auto", threads=1, native=sys.argv[1] == "native")  # no second thread that spins
 kv = KvCache(files.spec, 128, 16, model.kv_dtype)
 kv.tensor.fill_(0.25)
 tokens = list(range(100, 356))
