@@ -9,7 +9,8 @@ from gpu_worker.policy.pool import ROOT, block_digest
 from wire.messages import ParkKind, Sampling, Submit, Usage
 
 LIKELY_ONE = 1 << 16  # certainty, in the unit of `Sequence.likely`
-LIKELY_PRIOR = LIKELY_ONE * 3 // 4  # before anything is known
+LIKELY_START = -(-LIKELY_ONE * 3 // 5)  # before anything is known: what costs much is given up after few refusals
+LIKELY_PRIOR = LIKELY_ONE * 3 // 4  # what is not tried drifts towards this
 
 
 class State(enum.Enum):
@@ -112,7 +113,7 @@ def sequence_of(submit: Submit, limits: Limits, now: float) -> Sequence:
         high_computed=prompt_len + delivered - 1 if delivered else 0,
         scored=prompt_len - 1 if delivered else 0,
         replaying=bool(delivered),
-        likely=[LIKELY_PRIOR] * limits.draft_max,
+        likely=[LIKELY_START] * limits.draft_max,
         next_forced_len=prompt_len + (delivered // limits.park_every + 1) * limits.park_every if limits.park_every else 0,
     )
 
