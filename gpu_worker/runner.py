@@ -65,6 +65,7 @@ class Runner:
         hidden = self.kv.hidden[torch.tensor(blocks)]
         tokens = [rows[index].tokens[rows[index].start] for index in chained]
         if self.model.draft_greedy is not None and all(takes_best(rows[index]) for index in chained):
+            # nothing is drawn between the passes, so all of them are one call
             starts = torch.tensor([rows[index].start for index in chained], dtype=torch.int32)
             counts = [rows[index].draft for index in chained]
             own = tables[torch.tensor(chained)]
