@@ -62,16 +62,15 @@ def _sizes(delta: DeltaSpec, draft_max: int) -> dict[str, int]:
 
 
 class StateCache:
-    """`slots` slots and one scratch slot behind them. All float32, `folded` apart. The log and `conv` are rings: position p lies
-    at p modulo their length. What a slot holds at positions that its sequence has not reached is never read, so nothing needs
-    clearing."""
+    """`slots` slots. All float32, `folded` apart. The log and `conv` are rings: position p lies at p modulo their length. What a
+    slot holds at positions that its sequence has not reached is never read, so nothing needs clearing."""
 
-    state: Tensor  # [slots + 1, layers, value_heads, key_dim, value_dim]
-    log_k: Tensor  # [slots + 1, layers, log, key_heads, key_dim]: normalised keys
-    log_d: Tensor  # [slots + 1, layers, log, value_heads, value_dim]: what each token adds: S += k d^T
-    log_g: Tensor  # [slots + 1, layers, log, value_heads]: logarithm of each token's decay
-    conv: Tensor  # [slots + 1, layers, inputs, conv_width]: what enters the convolution
-    folded: Tensor  # int32 [slots + 1, 1]: tokens that `state` has taken in, a multiple of 16
+    state: Tensor  # [slots, layers, value_heads, key_dim, value_dim]
+    log_k: Tensor  # [slots, layers, log, key_heads, key_dim]: normalised keys
+    log_d: Tensor  # [slots, layers, log, value_heads, value_dim]: what each token adds: S += k d^T
+    log_g: Tensor  # [slots, layers, log, value_heads]: logarithm of each token's decay
+    conv: Tensor  # [slots, layers, inputs, conv_width]: what enters the convolution
+    folded: Tensor  # int32 [slots, 1]: tokens that `state` has taken in, a multiple of 16
 
     def __init__(self, delta: DeltaSpec, slots: int, draft_max: int) -> None:
         self.slots = slots
@@ -79,26 +78,21 @@ class StateCache:
         sizes, shapes = _sizes(delta, draft_max), _shapes(delta, draft_max)
         self.stride = sum(sizes.values())  # float32 values of a slot
         self.slot_bytes = 4 * self.stride
-        self._memory = anonymous((slots + 1) * self.slot_bytes)
-        self.flat: Tensor = torch.frombuffer(self._memory, dtype=torch.float32, count=(slots + 1) * self.stride)
-        self._bytes = np.frombuffer(self._memory, dtype=np.uint8, count=(slots + 1) * self.slot_bytes)
+        self._memory = anonymous(slots * self.slot_bytes)
+        self.flat: Tensor = torch.frombuffer(self._memory, dtype=torch.float32, count=slots * self.stride)
+        self._bytes = np.frombuffer(self._memory, dtype=np.uint8, count=slots * self.slot_bytes)
         self.offsets: dict[str, int] = {}  # of each part in a slot, in float32 values
         start = 0
         for name, shape in shapes.items():
             self.offsets[name] = start
-            whole = self.flat.view(slots + 1, self.stride)[:, start : start + int(np.prod(shape))]
-            setattr(self, name, whole.view(slots + 1, *shape))
+            whole = self.flat.view(slots, self.stride)[:, start : start + int(np.prod(shape))]
+            setattr(self, name, whole.view(slots, *shape))
             start += sizes[name]
         self.folded = self.folded.view(torch.int32)
 
     @property
-    def scratch(self) -> int:
-        """The number of the scratch slot, for padding rows."""
-        return self.slots
-
-    @property
     def bytes(self) -> int:
-        """Size of all slots without the scratch slot."""
+        """Size of all slots."""
         return self.slots * self.slot_bytes
 
     def slot(self, index: int) -> np.ndarray:

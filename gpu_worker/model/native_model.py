@@ -279,7 +279,7 @@ def _point_to(step: StepStruct, kv: KvCache) -> None:
     blocks.hidden_at = kv.hidden.data_ptr() - kv.tensor.data_ptr() if kv.hidden is not None else 0
     states.base = None
     if kv.states is not None:
-        states.base, states.stride, states.slots = kv.states.flat.data_ptr(), kv.states.stride, kv.states.slots + 1
+        states.base, states.stride, states.slots = kv.states.flat.data_ptr(), kv.states.stride, kv.states.slots
         states.log_entries, states.conv_entries = kv.states.log_k.shape[2], kv.states.conv.shape[2]
         for name, offset in kv.states.offsets.items():
             setattr(states, name, offset)

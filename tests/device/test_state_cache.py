@@ -23,12 +23,12 @@ def test_parts_of_a_slot():
     states = StateCache(DELTA, 4, 3)
     assert (log_entries(3), conv_entries(DELTA, 3)) == (19, 7)
     for name, shape in PARTS.items():
-        assert getattr(states, name).shape == (5, *shape), name
+        assert getattr(states, name).shape == (4, *shape), name
         assert states.offsets[name] % 16 == 0, "a part begins on a cache line"
     assert states.folded.dtype == torch.int32
     values = sum(getattr(states, name)[0].numel() for name in PARTS)
     assert 4 * values <= states.slot_bytes <= 4 * (values + 16 * len(PARTS))
-    assert states.bytes == 4 * states.slot_bytes and states.scratch == 4
+    assert states.bytes == 4 * states.slot_bytes
 
 
 def test_every_part_has_values_of_its_own():
