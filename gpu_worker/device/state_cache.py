@@ -74,7 +74,6 @@ class StateCache:
 
     def __init__(self, delta: DeltaSpec, slots: int, draft_max: int) -> None:
         self.slots = slots
-        self.draft_max = draft_max
         sizes, shapes = _sizes(delta, draft_max), _shapes(delta, draft_max)
         self.stride = sum(sizes.values())  # float32 values of a slot
         self.slot_bytes = 4 * self.stride
