@@ -156,14 +156,19 @@ def _sample_row(row: Row, guessed: list[int]) -> SampleRow:
 
 
 def _judge(row: Row, guessed: list[int], logits: np.ndarray, prompt_logprobs: list) -> RowResult:
-    """The drawn token, and one more for each guess that the draw in its place agrees with. `logits`: [1 + guesses, vocab]"""
+    """The drawn token, and one more for each guess that the draw in its place agrees with. `logits`: [1 + guesses, vocab]
+
+    A draw that fails behind an accepted guess is left to a step of its own: what came before it may end the text.
+    """
     tokens, logprobs = [], []
     for j in range(1 + len(guessed)):
         if tokens != guessed[:j]:
             break
         one = draw(logits[j], _sample_row(row, guessed[:j]))
-        if one.error:
+        if one.error and not tokens:
             return RowResult(row.request_id, error=one.error)
+        if one.error:
+            break
         tokens.append(one.token)
         if one.logprob is not None:
             logprobs.append(one.logprob)

@@ -206,6 +206,26 @@ def test_logits_that_are_not_finite_end_one_row_only():
     assert whole.tokens and not whole.error
 
 
+def test_logits_that_are_not_finite_behind_an_accepted_guess_wait_for_their_own_step():
+    """What was drawn before them stands, as without guesses: it may even end the text."""
+    model = HashModel(4)
+    bench = Bench(model)
+    tokens = [7, 0, 9, *Bench(HashModel()).run(0, 6, 0)[0]]
+    bench.run(0, 4, 0)
+    real = model.logits
+
+    def logits(hidden):
+        values = real(hidden)
+        values[1:, 5] = torch.nan
+        return values
+
+    model.logits = logits
+    (result,) = bench.step(bench.row(0, tokens[:7], 6, 2))
+    assert (result.tokens, result.error) == ([tokens[7]], "")
+    (after,) = bench.step(bench.row(0, tokens[:8], 7, 2))
+    assert (after.tokens, after.error) == ([tokens[8]], "")
+
+
 def test_logprobs_come_from_the_row_that_judged():
     settings = {"sampling": Sampling(temperature=1.0, seed=5, logprobs=2)}
     plain, drafted = Bench(HashModel()), Bench(HashModel(4))
