@@ -88,8 +88,8 @@ def ratio(with_drafts: Seen, without: Seen) -> list[str]:
     return [*medians, f"{statistics.median(ratios):.2f}", f"{ratios[0]:.2f}..{ratios[-1]:.2f}"]
 
 
-def guesses(seen: Seen) -> list[str]:
-    """Tokens of a step and stream, and of the guesses at each position, how many were right."""
+def drafts(seen: Seen) -> list[str]:
+    """Tokens of a step and stream, and of the drafts at each position, how many were right."""
     drafted, accepted = (
         tuple(sum(values) for values in zip(*(getattr(one, name) for one in seen.drafts))) for name in ("drafted", "accepted")
     )
@@ -126,7 +126,7 @@ def main(model: str, draft: str, temperature: float, tokens: int, rounds: int, d
     table = Table("streams", "tok/s on", "tok/s off", "ratio", "least..most", "wanted", "tokens a step", "accepted", "same ids")
     for count, (with_drafts, without) in seen.items():
         wanted = WANTED.get((model, 1)) if count == 1 else WANTED_OF_FOUR
-        cells = [*ratio(with_drafts, without), f"{wanted or ''}", *guesses(with_drafts)]
+        cells = [*ratio(with_drafts, without), f"{wanted or ''}", *drafts(with_drafts)]
         table.add_row(str(count), *cells, f"{same[count]} of {rounds}")
     console.print(f"{model}, --draft {draft} against 0, temperature {temperature}, {tokens} tokens a stream, {rounds} rounds")
     console.print(table)

@@ -1,7 +1,7 @@
 """What a plan costs: microseconds a step with few and many running sequences, and with few and many waiting ones.
 
-`python -m benchmarks.planning`, with guesses `--draft 2`. The scheduler is driven as by the worker; the step itself is free.
-Handling the step's results is timed apart. Every second row with guesses accepts one.
+`python -m benchmarks.planning`, with drafts `--draft 2`. The scheduler is driven as by the worker; the step itself is free.
+Handling the step's results is timed apart. Every second row with drafts accepts one.
 """
 
 import argparse

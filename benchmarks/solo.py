@@ -3,7 +3,7 @@
     python -m benchmarks.solo [--model smollm2] [--context 500] [--dtypes auto,bf16,f32] [--torch] [--draft]
 
 The bound is what the step must read (weights, cells and states of every row) at the measured bandwidth of plain reading. With
---draft instead: a step of 1 to 4 rows of one sequence (a token and the guesses that are verified), in turns, and one pass of the
+--draft instead: a step of 1 to 4 rows of one sequence (a token and the drafts that are verified), in turns, and one pass of the
 head with its logits.
 """
 

@@ -66,7 +66,7 @@ def main(config: Config) -> int:
 
 
 class Draft(Struct, frozen=True):
-    """What the head may guess."""
+    """What the head may draft."""
 
     most: int = 0  # tokens for one row of a step
     note: str = ""  # why none
@@ -80,7 +80,7 @@ def with_drafts(config: Config, files: ModelFiles) -> tuple[Model, Draft]:
 
 
 def drafts_of(config: Config, files: ModelFiles) -> Draft:
-    """What `--draft` means for this model: a number is taken as it is, `auto` is 2 where a guess is cheap enough."""
+    """What `--draft` means for this model: a number is taken as it is, `auto` is 2 where a draft is cheap enough."""
     wanted = draft_length(config.draft)
     if wanted == 0:
         return Draft(note="--draft 0")
@@ -91,7 +91,7 @@ def drafts_of(config: Config, files: ModelFiles) -> Draft:
     if wanted:
         return Draft(wanted)
     cost = draft_cost(files.spec)[0]
-    return Draft(DRAFT_AUTO) if cost <= TOO_MUCH else Draft(note=f"a guess costs about {cost}% of a step")
+    return Draft(DRAFT_AUTO) if cost <= TOO_MUCH else Draft(note=f"a draft costs about {cost}% of a step")
 
 
 def may_reuse(config: Config, spec: ModelSpec) -> bool:

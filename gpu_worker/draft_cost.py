@@ -1,4 +1,4 @@
-"""What a guess costs beside a plain step, from the shape of the model: a function of no clock, so that a run repeats."""
+"""What a draft costs beside a plain step, from the shape of the model: a function of no clock, so that a run repeats."""
 
 from math import prod
 
@@ -7,10 +7,10 @@ from wire.model_spec import ModelSpec, tensor_shapes
 # Percent of the products of a step of d decodes that one more row for each costs, d from 1 on: as the native rows did with
 # SmolLM2 in 4 bits on two cores. One row or two wait for memory, many compute.
 VERIFY = (5, 21, 40, 55)
-# What a step costs beside its products (messages, plan, draws), and what a guess does, in weights that could be read meanwhile:
-# some 0.2 ms a step and 0.2 ms a sequence, 0.05 ms a guess. It is most of a step of a tiny model.
-STEP, SEQUENCE, GUESS = 5_000_000, 5_000_000, 1_000_000
-TOO_MUCH = 80  # percent for a guess of a sequence alone: more than most heads give back
+# What a step costs beside its products (messages, plan, draws), and what a draft does, in weights that could be read meanwhile:
+# some 0.2 ms a step and 0.2 ms a sequence, 0.05 ms a pass of the head. It is most of a step of a tiny model.
+STEP, SEQUENCE, DRAFT = 5_000_000, 5_000_000, 1_000_000
+TOO_MUCH = 80  # percent for a draft of a sequence alone: more than most heads give back
 
 
 def draft_cost(spec: ModelSpec) -> tuple[int, ...]:
@@ -21,6 +21,6 @@ def draft_cost(spec: ModelSpec) -> tuple[int, ...]:
     head = sum(size for name, size in matrices.items() if name.startswith("mtp."))
     head += (spec.mtp.draft_vocab or spec.vocab) * spec.hidden
     return tuple(
-        -(-(verify * products + 100 * (head + GUESS)) // (products + STEP + decodes * SEQUENCE))
+        -(-(verify * products + 100 * (head + DRAFT)) // (products + STEP + decodes * SEQUENCE))
         for decodes, verify in enumerate(VERIFY, 1)
     )

@@ -1,6 +1,6 @@
-"""One step: rows in, tokens out. The head guesses, the model computes tokens and guesses, the draws judge them.
+"""One step: rows in, tokens out. The head drafts, the model computes tokens and drafts, the draws judge them.
 
-Nothing of a guess outlives the step: what the model wrote for rejected ones is scratch, and the one thing that is not, the
+Nothing of a draft outlives the step: what the model wrote for rejected ones is scratch, and the one thing that is not, the
 hidden row of a block's newest cell, is put right here.
 """
 
@@ -13,7 +13,7 @@ from torch import Tensor
 from gpu_worker.device.kv_cache import KvCache
 from gpu_worker.model.batch import Batch
 from gpu_worker.model.load import Model
-from gpu_worker.model.sampler import Candidates, SampleRow, draw, guess, takes_best, token_logprobs
+from gpu_worker.model.sampler import Candidates, SampleRow, draft, draw, takes_best, token_logprobs
 from gpu_worker.policy.events import Plan, Row, RowResult, StepDone
 
 
@@ -29,15 +29,15 @@ class Runner:
 
     @torch.inference_mode()
     def step(self, plan: Plan) -> StepDone:
-        """Feed every row of the plan and its guesses in one forward pass; draw the tokens of those that reach their newest."""
+        """Feed every row of the plan and its drafts in one forward pass; draw the tokens of those that reach their newest."""
         rows = plan.rows
         tables = _tables(rows)
-        guesses = self._guesses(rows, tables)
-        batch, outs = _batch(rows, guesses, tables)
+        drafts = self._drafts(rows, tables)
+        batch, outs = _batch(rows, drafts, tables)
         hidden = self.model.forward(batch, self.kv)
         logits = self.model.logits(hidden) if len(hidden) else None
         results = []
-        for row, guessed, out in zip(rows, guesses, outs, strict=True):
+        for row, drafted, out in zip(rows, drafts, outs, strict=True):
             prompt_logprobs = []
             if out.prompt_rows:
                 part = logits[out.first : out.samples_at]
@@ -45,22 +45,22 @@ class Runner:
                 prompt_logprobs = token_logprobs(part, targets, row.prompt_logprobs)
             result = RowResult(row.request_id, prompt_logprobs=prompt_logprobs)
             if row.samples:
-                result = _judge(row, guessed, logits[out.samples_at :].numpy(), prompt_logprobs)
-                self._keep_hidden(row, guessed, result, hidden[out.samples_at :])
+                result = _judge(row, drafted, logits[out.samples_at :].numpy(), prompt_logprobs)
+                self._keep_hidden(row, drafted, result, hidden[out.samples_at :])
             results.append(result)
         return StepDone(results, plan.epoch)
 
     # drafts -----------------------------------------------------------------------------------------------------------
-    def _guesses(self, rows: Rows[Row], tables: Tensor) -> list[list[int]]:
-        """What the head guesses behind each row's token: one guess for each row that wants one, then the next from it, and so on.
+    def _drafts(self, rows: Rows[Row], tables: Tensor) -> list[list[int]]:
+        """What the head drafts behind each row's token: one draft for each row that wants one, then the next from it, and so on.
 
         The first is made from the hidden row of the newest computed cell, which lies in the cell's block; a sequence's first
         token has none before it.
         """
-        guesses: list[list[int]] = [[] for _ in rows]
+        drafts: list[list[int]] = [[] for _ in rows]
         chained = [index for index, row in enumerate(rows) if row.draft and row.start]
         if not chained:
-            return guesses
+            return drafts
         blocks = [rows[index].blocks[(rows[index].start - 1) // self.kv.block_size] for index in chained]
         hidden = self.kv.hidden[torch.tensor(blocks)]
         tokens = [rows[index].tokens[rows[index].start] for index in chained]
@@ -70,28 +70,28 @@ class Runner:
             counts = [rows[index].draft for index in chained]
             own = tables[torch.tensor(chained)]
             found = self.model.draft_greedy(torch.tensor(tokens), starts, hidden, own, counts, self.kv)
-            for index, guessed in zip(chained, found, strict=True):
-                guesses[index] = guessed
-            return guesses
+            for index, drafted in zip(chained, found, strict=True):
+                drafts[index] = drafted
+            return drafts
         depth = 0
         while chained:
             positions = torch.tensor([rows[index].start + depth for index in chained], dtype=torch.int32)
             hidden = self.model.draft(torch.tensor(tokens), positions, hidden, tables[torch.tensor(chained)], self.kv)
             logits = self.model.draft_logits(hidden).numpy()
             for index, values in zip(chained, logits, strict=True):
-                if (token := guess(values, _sample_row(rows[index], guesses[index]), self._candidates)) >= 0:
-                    guesses[index].append(token)
+                if (token := draft(values, _sample_row(rows[index], drafts[index]), self._candidates)) >= 0:
+                    drafts[index].append(token)
             depth += 1
-            more = [len(guesses[index]) == depth < rows[index].draft for index in chained]
+            more = [len(drafts[index]) == depth < rows[index].draft for index in chained]
             chained = [index for index, goes_on in zip(chained, more, strict=True) if goes_on]
             hidden = hidden[torch.tensor(more)]
-            tokens = [guesses[index][-1] for index in chained]
-        return guesses
+            tokens = [drafts[index][-1] for index in chained]
+        return drafts
 
-    def _keep_hidden(self, row: Row, guessed: list[int], result: RowResult, hidden: Tensor) -> None:
-        """Leave in its block the hidden row of the last cell that counts, where the pass has left that of a rejected guess."""
+    def _keep_hidden(self, row: Row, drafted: list[int], result: RowResult, hidden: Tensor) -> None:
+        """Leave in its block the hidden row of the last cell that counts, where the pass has left that of a rejected draft."""
         accepted = len(result.tokens) - 1
-        if 0 <= accepted < len(guessed):
+        if 0 <= accepted < len(drafted):
             self.kv.hidden[row.blocks[(row.start + accepted) // self.kv.block_size]] = hidden[accepted]
 
 
@@ -116,18 +116,18 @@ def _tables(rows: Rows[Row]) -> Tensor:
     return torch.from_numpy(tables)
 
 
-def _batch(rows: Rows[Row], guesses: list[list[int]], tables: Tensor) -> tuple[Batch, list[_Out]]:
+def _batch(rows: Rows[Row], drafts: list[list[int]], tables: Tensor) -> tuple[Batch, list[_Out]]:
     """The step as tensors, and where each row's hidden rows will stand."""
     token_ids: list[int] = []
     positions: list[int] = []
     seq_of: list[int] = []
     out_rows: list[int] = []
     outs: list[_Out] = []
-    for index, (row, guessed) in enumerate(zip(rows, guesses, strict=True)):
+    for index, (row, drafted) in enumerate(zip(rows, drafts, strict=True)):
         base = len(token_ids)
-        fed = row.count + len(guessed)
+        fed = row.count + len(drafted)
         token_ids += row.tokens[row.start : row.start + row.count]
-        token_ids += guessed
+        token_ids += drafted
         positions += range(row.start, row.start + fed)
         seq_of += [index] * fed
         prompt_rows = 0
@@ -149,22 +149,22 @@ def _batch(rows: Rows[Row], guesses: list[list[int]], tables: Tensor) -> tuple[B
     return batch, outs
 
 
-def _sample_row(row: Row, guessed: list[int]) -> SampleRow:
-    """What the draw behind the row's tokens and `guessed` depends on."""
-    position = row.start + row.count + len(guessed)
-    return SampleRow(row.sampling, position, row.tokens, row.prompt_len, row.banned, list(guessed))
+def _sample_row(row: Row, drafted: list[int]) -> SampleRow:
+    """What the draw behind the row's tokens and `drafted` depends on."""
+    position = row.start + row.count + len(drafted)
+    return SampleRow(row.sampling, position, row.tokens, row.prompt_len, row.banned, list(drafted))
 
 
-def _judge(row: Row, guessed: list[int], logits: np.ndarray, prompt_logprobs: list) -> RowResult:
-    """The drawn token, and one more for each guess that the draw in its place agrees with. `logits`: [1 + guesses, vocab]
+def _judge(row: Row, drafted: list[int], logits: np.ndarray, prompt_logprobs: list) -> RowResult:
+    """The drawn token, and one more for each draft that the draw in its place agrees with. `logits`: [1 + drafts, vocab]
 
-    A draw that fails behind an accepted guess is left to a step of its own: what came before it may end the text.
+    A draw that fails behind an accepted draft is left to a step of its own: what came before it may end the text.
     """
     tokens, logprobs = [], []
-    for j in range(1 + len(guessed)):
-        if tokens != guessed[:j]:
+    for j in range(1 + len(drafted)):
+        if tokens != drafted[:j]:
             break
-        one = draw(logits[j], _sample_row(row, guessed[:j]))
+        one = draw(logits[j], _sample_row(row, drafted[:j]))
         if one.error and not tokens:
             return RowResult(row.request_id, error=one.error)
         if one.error:

@@ -40,7 +40,7 @@ def bench(url: str, api_key: str, serve_flags: str | None, streams: int, prompt_
         console = Console()
         console.print(
             f"{model} at {url}: {streams} streams, {prompt_tokens} prompt and {max_tokens} generated tokens each; times in ms; "
-            f"tok/step: tokens that a stream gets in one step; accepted: of the guesses, by position"
+            f"tok/step: tokens that a stream gets in one step; accepted: of the drafts, by position"
         )
         console.print(table)
         for stream in failed[:5]:

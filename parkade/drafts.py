@@ -7,7 +7,7 @@ NAME = 'parkade_{}_tokens_total{{position="{}"}}'
 
 @dataclass(frozen=True)
 class Drafts:
-    """Totals by position: the first guess behind a sequence's newest token, the second, ..."""
+    """Totals by position: the first draft behind a sequence's newest token, the second, ..."""
 
     drafted: tuple[float, ...]
     accepted: tuple[float, ...]
@@ -33,7 +33,7 @@ class Drafts:
         return Drafts(added(self.drafted, before.drafted), added(self.accepted, before.accepted))
 
     def shares(self) -> str:
-        """Of the guesses at each position, how many were accepted: `71% 52%`; `-` where there were none."""
+        """Of the drafts at each position, how many were accepted: `71% 52%`; `-` where there were none."""
         shares = [f"{accepted / drafted:.0%}" if drafted else "-" for drafted, accepted in zip(self.drafted, self.accepted)]
         return " ".join(shares) or "-"
 

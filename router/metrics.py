@@ -90,8 +90,8 @@ class Metrics:
         yield CounterMetricFamily("parkade_steps", "Forward passes", value=workers.steps)
         yield CounterMetricFamily("parkade_prefill_tokens", "Tokens fed that gave no new token", value=workers.prefill_tokens)
         positions = max([worker.hello.draft for worker in fleet.workers.values()], default=0)
-        yield _by_position("parkade_drafted_tokens", "Tokens that the model's head guessed", workers.drafted, positions)
-        yield _by_position("parkade_accepted_tokens", "Guesses that the model agreed with", workers.accepted, positions)
+        yield _by_position("parkade_drafted_tokens", "Tokens that the model's head drafted", workers.drafted, positions)
+        yield _by_position("parkade_accepted_tokens", "Drafts that the model agreed with", workers.accepted, positions)
 
 
 def _counters(name: str, text: str, label: str, values: Mapping[str, int], known: tuple[str, ...]) -> Metric:
@@ -102,7 +102,7 @@ def _counters(name: str, text: str, label: str, values: Mapping[str, int], known
 
 
 def _by_position(name: str, text: str, values: list[int], positions: int) -> Metric:
-    """`position` 1 is the first guess behind a sequence's newest token."""
+    """`position` 1 is the first draft behind a sequence's newest token."""
     known = {str(position): value for position, value in enumerate(values, 1)}
     return _counters(name, text, "position", known, tuple(str(position + 1) for position in range(positions)))
 

@@ -91,12 +91,12 @@ class Device:
         return found[:count]
 
     def run(self, row: Row) -> RowResult:
-        """Guess, feed the row and its guesses, write the cells, draw the tokens, and accept the guesses that agree."""
+        """Draft, feed the row and its drafts, write the cells, draw the tokens, and accept the drafts that agree."""
         size = self.block_size
         assert row.start + row.count + row.draft <= len(row.blocks) * size, f"{row.request_id} has no room for what it feeds"
         cells = self.read(row.blocks, row.start)
-        guesses = self._guess(row, cells)
-        fed = [*row.tokens[row.start : row.start + row.count], *guesses]
+        drafts = self._draft(row, cells)
+        fed = [*row.tokens[row.start : row.start + row.count], *drafts]
         logprobs = []
         for index, (token, state) in enumerate(zip(fed, self._states(row, fed), strict=True)):
             position = row.start + index
@@ -108,12 +108,12 @@ class Device:
             return RowResult(row.request_id, prompt_logprobs=logprobs)
         newest = row.start + row.count - 1
         new = [draw(cells[newest], row.banned)]
-        for index, guess in enumerate(guesses):
-            if guess != new[-1]:
+        for index, draft in enumerate(drafts):
+            if draft != new[-1]:
                 break
             new.append(draw(cells[newest + 1 + index], row.banned))
         last = newest + len(new) - 1
-        self.hidden[row.blocks[last // size]] = cells[last]  # what refused guesses have left there is not the newest cell's
+        self.hidden[row.blocks[last // size]] = cells[last]  # what refused drafts have left there is not the newest cell's
         return RowResult(row.request_id, new, [], logprobs)
 
     def _write(self, row: Row, position: int, cell: int) -> None:
@@ -129,20 +129,20 @@ class Device:
             return [NO_STATE] * len(fed)
         return self.states[row.state_slot].run(row.start, fed, row.start + row.count)
 
-    def _guess(self, row: Row, cells: list[int]) -> list[int]:
-        """The head's guesses, each right seven times in ten. It starts from the hidden row of the newest cell."""
+    def _draft(self, row: Row, cells: list[int]) -> list[int]:
+        """The head's drafts, each right seven times in ten. It starts from the hidden row of the newest cell."""
         if not row.draft:
             return []
-        assert row.start and row.count == 1 and row.samples, f"{row.request_id} guesses where there is nothing to start from"
+        assert row.start and row.count == 1 and row.samples, f"{row.request_id} drafts where there is nothing to start from"
         newest = self.hidden[row.blocks[(row.start - 1) // self.block_size]]
-        assert newest == cells[-1], f"{row.request_id} guesses from a hidden row that is not its newest cell's"
+        assert newest == cells[-1], f"{row.request_id} drafts from a hidden row that is not its newest cell's"
         state = NO_STATE if self.states is None else self.states[row.state_slot].before(row.start)
         token = row.tokens[row.start]
-        guesses = []
+        drafts = []
         for _ in range(row.draft):
             cells = [*cells, cell_of(cells, token, state)]
             if self.states is not None:
                 state = state_after(state, entry_of(state, token))
             token = draw(cells[-1]) if self.rng.random() < 0.7 else self.rng.randrange(VOCAB)
-            guesses.append(token)
-        return guesses
+            drafts.append(token)
+        return drafts

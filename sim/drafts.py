@@ -1,4 +1,4 @@
-"""What the worker says about guesses, counted a second time from the rows of each step and from what was delivered."""
+"""What the worker says about drafts, counted a second time from the rows of each step and from what was delivered."""
 
 from collections.abc import Collection, Iterable
 
@@ -27,10 +27,10 @@ class Drafts:
                 self.accepted[position] += position < agreed
 
     def check(self, scheduler: Scheduler) -> None:
-        """AssertionError if the totals differ, or if anything of a guess has outlived its step."""
+        """AssertionError if the totals differ, or if anything of a draft has outlived its step."""
         counters = scheduler.load().counters
         assert counters.drafted == self.drafted, f"drafted {counters.drafted}, not {self.drafted}"
         assert counters.accepted == self.accepted, f"accepted {counters.accepted}, not {self.accepted}"
         for request_id, seq in scheduler.sequences.items():
-            assert seq.draft == 0, f"{request_id} keeps guesses between steps"
+            assert seq.draft == 0, f"{request_id} keeps drafts between steps"
             assert seq.accepted <= seq.drafted, f"{request_id} has more accepted than drafted"

@@ -25,7 +25,7 @@ def check(scheduler: Scheduler, cache: HostCache) -> None:
         assert len(set(seq.blocks)) == len(seq.blocks), f"{request_id} has a block twice"
         assert seq.computed < len(seq.tokens), f"{request_id} has computed what is not there"
         assert seq.pressure_parks <= preemption.EXHAUSTED_AFTER, f"{request_id} was parked by pressure {seq.pressure_parks} times"
-        assert seq.draft == 0 or seq.state is State.RUNNING, f"{request_id} is {seq.state.value} and keeps guesses"
+        assert seq.draft == 0 or seq.state is State.RUNNING, f"{request_id} is {seq.state.value} and keeps drafts"
         if seq.state in (State.WAITING, State.PARKED):
             assert not seq.blocks, f"{request_id} is {seq.state.value} and holds blocks"
             assert not seq.copying, f"{request_id} is {seq.state.value} and is copied"
@@ -103,21 +103,21 @@ def check_plan(scheduler: Scheduler, plan: Plan, before: Before) -> None:
 
 
 def check_rows(scheduler: Scheduler, plan: Plan) -> None:
-    """AssertionError if a step feeds more than it may, or guesses where nothing could come of it."""
+    """AssertionError if a step feeds more than it may, or drafts where nothing could come of it."""
     limits = scheduler.limits
     total = sum(row.count + row.draft for row in plan.rows)
     assert total <= limits.step_budget, f"the step feeds {total} tokens"
     decodes = [row for row in plan.rows if row.count == 1 and row.samples]
     if any(row.draft for row in decodes):
-        with_guesses = sum(1 + row.draft for row in decodes)
-        assert with_guesses <= limits.draft_rows, f"decodes and guesses are {with_guesses} rows"
+        with_drafts = sum(1 + row.draft for row in decodes)
+        assert with_drafts <= limits.draft_rows, f"decodes and drafts are {with_drafts} rows"
     for row in plan.rows:
         seq = scheduler.sequences[row.request_id]
         assert row.state_slot == seq.state_slot, f"{row.request_id} runs on the state of another"
         end = len(row.tokens) + row.draft
         if row.draft:
-            assert row.draft <= limits.draft_max and end < seq.end_len, f"{row.request_id} guesses beyond its last token"
-            assert not row.banned or end < seq.min_len, f"{row.request_id} guesses across the end of min_tokens"
+            assert row.draft <= limits.draft_max and end < seq.end_len, f"{row.request_id} drafts beyond its last token"
+            assert not row.banned or end < seq.min_len, f"{row.request_id} drafts across the end of min_tokens"
 
 
 def check_report(scheduler: Scheduler) -> None:

@@ -37,7 +37,7 @@ class FakeState:
         return state
 
     def run(self, start: int, fed: Sequence[int], known: int) -> list[int]:
-        """Feed these tokens from position `start` on; those at `known` and behind are guesses. The state before each."""
+        """Feed these tokens from position `start` on; those at `known` and behind are drafts. The state before each."""
         if start == 0:
             self.base, self.folded = NO_STATE, 0
         while self.folded < FOLD * (start // FOLD):

@@ -113,8 +113,8 @@ class World:
             self._handle(done)
             self._drafts.count(plan.rows, results, going_on, self.scheduler.book.actions)
             self._drafts.check(self.scheduler)
-            self.counts["guesses"] += sum(row.draft for row in plan.rows)
-            self.counts["guesses that agreed"] += sum(len(result.tokens) - 1 for result in results if result.tokens)
+            self.counts["drafts"] += sum(row.draft for row in plan.rows)
+            self.counts["drafts that agreed"] += sum(len(result.tokens) - 1 for result in results if result.tokens)
             check_report(self.scheduler)
 
     def _check_writes(self, row: events.Row) -> None:

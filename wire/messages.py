@@ -97,7 +97,7 @@ class Counters(Part):
     denied: dict[str, int] = {}  # by reason
     steps: int = 0
     prefill_tokens: int = 0  # rows fed that produced no new token, recomputed ones included
-    drafted: list[int] = []  # by position: the first guess behind a sequence's newest token, the second, ...
+    drafted: list[int] = []  # by position: the first draft behind a sequence's newest token, the second, ...
     accepted: list[int] = []  # of those, by position
 
 

@@ -37,7 +37,7 @@ class TorchModel:
     """A model whose step runs in torch operators. Rows are padded for exactness; padding writes to the scratch block."""
 
     backend = "torch"
-    draft_greedy = None  # guesses are chained by the caller
+    draft_greedy = None  # drafts are chained by the caller
 
     def __init__(
         self,
@@ -107,7 +107,7 @@ class TorchModel:
 
     @torch.inference_mode()
     def draft(self, token_ids: Tensor, positions: Tensor, hidden: Tensor, tables: Tensor, kv: KvCache) -> Tensor:
-        """One pass of the head for one row each of n sequences, float32 [n, hidden]: its logits guess the token after.
+        """One pass of the head for one row each of n sequences, float32 [n, hidden]: its logits draft the token after.
 
         token_ids int64 [n] at positions int32 [n], 1 or more; hidden float32 [n, hidden]: of the position before, the
         trunk's or what this gave for it; tables int32 [n, blocks]. Writes the head's cell at each position.

@@ -55,12 +55,12 @@ class _Trial:
     layers: list[int]
 
     def run(self, *rows: tuple[list[int], int, _Place], last_only: bool = True, drafts: int = 0) -> Tensor:
-        """`drafts`: of each sequence's rows, how many are guesses."""
+        """`drafts`: how many of the last rows of each sequence are drafts."""
         fed = [(tokens, start, place.blocks) for tokens, start, place in rows]
         slots = [place.slot for _, _, place in rows]
         return self.model.forward(Batch.of(fed, last_only, [drafts] * len(rows), slots), self.kv, self.layers)
 
-    def guess(self, *rows: tuple[int, int, _Place]) -> Tensor:
+    def draft(self, *rows: tuple[int, int, _Place]) -> Tensor:
         """Two chained passes of the head, [n, 2, hidden], for n sequences: a token, its position, a place."""
         assert self.kv.hidden is not None
         width = max(len(place.blocks) for _, _, place in rows)
@@ -87,9 +87,9 @@ def prove(model: ProvableModel) -> tuple[bool, str]:
         (_far, "rows of a chunk and single rows far into a sequence"),
     ]
     if model.spec.delta or model.spec.mtp:
-        checks.append((_drafts, "rows behind rejected drafts and rows without drafts"))
+        checks.append((_rejected, "rows behind rejected drafts and rows without drafts"))
     if model.spec.mtp:
-        checks.append((_guesses, "the drafting head alone and beside others"))
+        checks.append((_drafts, "the drafting head alone and beside others"))
     for same, what in checks:
         if not same(trial):
             return False, f"results of a row differ between {what}"
@@ -151,15 +151,15 @@ def _far(t: _Trial) -> bool:
     return torch.equal(whole, torch.cat(single))
 
 
-def _drafts(t: _Trial) -> bool:
-    """Rows with guesses, of which some and then all others are rejected, before and behind a fold of the state."""
+def _rejected(t: _Trial) -> bool:
+    """Rows with drafts, of which some and then all others are rejected, before and behind a fold of the state."""
     plain = t.run((t.tokens[:64], 0, t.one), last_only=False)
     at = 11
     t.run((t.tokens[:at], 0, t.two))
-    for guesses, right in ((8, 0), (8, 2), (3, 0), (1, 1), (8, 7), (5, 1), (2, 2), (8, 0)):
-        guessed = t.tokens[at + 1 : at + 1 + right]
-        wrong = [(token + 1) % t.model.spec.vocab for token in t.tokens[at + 1 + right : at + 1 + guesses]]
-        rows = t.run(([t.tokens[at], *guessed, *wrong], at, t.two), last_only=False, drafts=guesses)
+    for drafts, right in ((8, 0), (8, 2), (3, 0), (1, 1), (8, 7), (5, 1), (2, 2), (8, 0)):
+        drafted = t.tokens[at + 1 : at + 1 + right]
+        wrong = [(token + 1) % t.model.spec.vocab for token in t.tokens[at + 1 + right : at + 1 + drafts]]
+        rows = t.run(([t.tokens[at], *drafted, *wrong], at, t.two), last_only=False, drafts=drafts)
         if not torch.equal(rows[: right + 1], plain[at : at + 1 + right]):
             return False
         at += 1 + right
@@ -168,14 +168,14 @@ def _drafts(t: _Trial) -> bool:
     return torch.equal(t.run((t.tokens[at:64], at, t.two), last_only=False), plain[at:])
 
 
-def _guesses(t: _Trial) -> bool:
+def _drafts(t: _Trial) -> bool:
     last = len(t.tokens) - 2
     t.run((t.tokens[:last], 0, t.one))
     t.run(*((t.tokens[i : i + 3], 0, place) for i, place in enumerate(t.others)))
     own = (t.tokens[last], last, t.one)
-    alone = t.guess(own)
+    alone = t.draft(own)
     others = [(t.tokens[i], 3, place) for i, place in enumerate(t.others)]
-    return all(torch.equal(alone[0], t.guess(*others[:at], own, *others[at:])[at]) for at in range(len(others) + 1))
+    return all(torch.equal(alone[0], t.draft(*others[:at], own, *others[at:])[at]) for at in range(len(others) + 1))
 
 
 def _same_cells(t: _Trial) -> bool:

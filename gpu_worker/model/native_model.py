@@ -99,8 +99,8 @@ class NativeModel:
     def draft_greedy(
         self, token_ids: Tensor, positions: Tensor, hidden: Tensor, tables: Tensor, counts: list[int], kv: KvCache
     ) -> list[list[int]]:
-        """`counts[i]` guesses behind row i, each the best of `draft_logits` and fed to the next pass: the same as one by one, in
-        one call. Tables need room for the last guess but one."""
+        """`counts[i]` drafts behind row i, each the best of `draft_logits` and fed to the next pass: the same as one by one, in
+        one call. Tables need room for the last draft but one."""
         most = max(counts)
         wanted = np.array(counts, dtype=np.int32)
         ids = None if self.draft_ids is None else self.draft_ids.data_ptr()
@@ -250,7 +250,7 @@ class NativeModel:
         return self._keep(packed)
 
     def _in_four_bits(self, name: str, bias: Tensor | None) -> Packed:
-        """A matrix of the head like those of its model: what it guesses changes the speed only, and so it costs a third."""
+        """A matrix of the head like those of its model: what it drafts changes the speed only, and so it costs a third."""
         weights = self._weights
         assert weights is not None
         n, k = weights.shape(name)

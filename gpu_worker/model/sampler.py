@@ -28,11 +28,11 @@ class SampleRow(Struct, frozen=True):
     tokens: list[int]  # prompt and output (what lies at `position` and behind is ignored)
     prompt_len: int
     banned: tuple[int, ...] = ()  # ids that may not be drawn
-    guesses: list[int] = []  # drafts that stand between the tokens and `position`
+    drafts: list[int] = []  # drafts that stand between the tokens and `position`
 
     def before(self, first: int = 0) -> list[int]:
-        """All tokens from index `first` up to `position`, guesses included."""
-        return self.tokens[first : self.position - len(self.guesses)] + self.guesses
+        """All tokens from index `first` up to `position`, drafts included."""
+        return self.tokens[first : self.position - len(self.drafts)] + self.drafts
 
 
 class Sampled(Struct, frozen=True):
@@ -72,10 +72,10 @@ def draw(raw: np.ndarray, row: SampleRow) -> Sampled:
     return Sampled(best, _logprob(raw, best, row.sampling.logprobs))
 
 
-def guess(raw: np.ndarray, row: SampleRow, candidates: Candidates | None) -> int:
+def draft(raw: np.ndarray, row: SampleRow, candidates: Candidates | None) -> int:
     """The token that `draw` would take from float32 logits [vocab], or [candidates]; -1 if there is none.
 
-    With the noise and the settings of the draw that will judge it, a guess agrees as often as the two distributions allow.
+    With the noise and the settings of the draw that will judge it, a draft agrees as often as the two distributions allow.
     """
     best = _choose(raw, row, candidates)
     if best < 0:

@@ -24,7 +24,7 @@ class DraftHead {
     work.team.share(thread, step.rows, [&](int row) { layers.attention.write_cell(step, weights.layer, row); });
   }
 
-  // One guess for each row: through the whole layer, to the rows that draft and enter the next guess.
+  // One draft for each row: through the whole layer, to the rows that draft and enter the next draft.
   void draft(const Step& step, int thread, Layers& layers, const Matrix& embed) {
     Workspace& work = layers.work;
     enter(step, thread, work, embed, [&](int row) { return step.given + (size_t)row * hidden_; });

@@ -48,7 +48,7 @@ class Model {
     return true;
   }
 
-  // `draft` in a chain, each row's best guess fed to its next pass: counts[i] guesses for row i, to out[i * most]. `ids`: the
+  // `draft` in a chain, each row's best draft fed to its next pass: counts[i] drafts for row i, to out[i * most]. `ids`: the
   // token of each column of the drafting matrix; null: they are tokens.
   bool draft_greedy(Step step, const int32_t* counts, const int64_t* ids, int most, int64_t* out) {
     const Matrix& m = head.weights.draft;
@@ -66,7 +66,7 @@ class Model {
     for (int depth = 0; step.rows; depth++) {
       if (!draft(step)) return false;
       logits(m, found.data(), step.rows, scores.data());
-      int left = 0;  // rows that guess on move to the front
+      int left = 0;  // rows that draft on move to the front
       for (int i = 0; i < step.rows; i++) {
         const float* line = &scores[(size_t)i * m.n];
         const int64_t best = std::max_element(line, line + m.n) - line, token = ids ? ids[best] : best;

@@ -1,17 +1,17 @@
-"""How many tokens the head guesses for a row: a function of events alone, never of measured time, so that a run repeats.
+"""How many tokens the head drafts for a row: a function of events alone, never of measured time, so that a run repeats.
 
-`seq.likely[k]` estimates how often guess k + 1 agrees, of the times that the k before it did, in 1/65536. It begins at .6.
+`seq.likely[k]` estimates how often draft k + 1 agrees, of the times that the k before it did, in 1/65536. It begins at .6.
 After each decode:
 
     tried, agreed        p += (1 - p) / 16
     tried, refused       p -= p / 16
-    not tried            p += (PRIOR - p) / 1024: who has stopped guessing tries again now and then, too rarely to cost much
+    not tried            p += (PRIOR - p) / 1024: who has stopped drafting tries again now and then, too rarely to cost much
     behind a refusal     unknown: stays
 
-A guess costs `c` percent of a plain step (`Limits.draft_cost`, for the number of decodes in the step). With n guesses a step
+A draft costs `c` percent of a plain step (`Limits.draft_cost`, for the number of decodes in the step). With n drafts a step
 yields T = 1 + p1 + p1 p2 + ... tokens for 100 + n c; one more pays while p1 ... p(n+1) / c >= T / (100 + n c).
-The weights are a compromise: over 1,500 steps, with guesses that agree in .1 to .9 of all cases and cost 10 to 75 percent, this
-reaches .98 of the best fixed number (.92 in the worst case, where that gains little) and .99 of no guesses at all or more (.97
+The weights are a compromise: over 1,500 steps, with drafts that agree in .1 to .9 of all cases and cost 10 to 75 percent, this
+reaches .98 of the best fixed number (.92 in the worst case, where that gains little) and .99 of no drafts at all or more (.97
 over the first 200).
 """
 
@@ -30,7 +30,7 @@ def decodes(seq: Sequence) -> bool:
 
 
 def assign(running: Iterable[Sequence], limits: Limits) -> None:
-    """Set what each may guess in the coming step, blocks not counted."""
+    """Set what each may draft in the coming step, blocks not counted."""
     ready = []
     for seq in running:
         if decodes(seq):
@@ -45,12 +45,12 @@ def assign(running: Iterable[Sequence], limits: Limits) -> None:
 
 
 def rows_each(count: int, limits: Limits) -> int:
-    """Guesses that each of `count` decodes may have at most."""
+    """Drafts that each of `count` decodes may have at most."""
     return min(limits.draft_max, max(0, limits.draft_rows // count - 1)) if count else limits.draft_max
 
 
 def room(seq: Sequence) -> int:
-    """Guesses that its text has room for: none beyond the last token it may get, and none across the end of `min_tokens`, because
+    """Drafts that its text has room for: none beyond the last token it may get, and none across the end of `min_tokens`, because
     the end tokens are banned for a whole row or not at all."""
     left = seq.remaining - 1
     if len(seq.tokens) < seq.min_len:
@@ -59,7 +59,7 @@ def room(seq: Sequence) -> int:
 
 
 def _worthwhile(likely: list[int], most: int, cost: int) -> int:
-    """The number of guesses, up to `most`, that yields most tokens for what the step costs."""
+    """The number of drafts, up to `most`, that yields most tokens for what the step costs."""
     reach = tokens = LIKELY_ONE
     spent = 100
     for count in range(most):
@@ -72,12 +72,12 @@ def _worthwhile(likely: list[int], most: int, cost: int) -> int:
 
 
 def cut_to(seq: Sequence, num_blocks: int, block_size: int) -> None:
-    """Guesses are the first thing given up: keep those that fit in `num_blocks` blocks."""
+    """Drafts are the first thing given up: keep those that fit in `num_blocks` blocks."""
     seq.draft = max(0, min(seq.draft, num_blocks * block_size - len(seq.tokens)))
 
 
 def share_rows(running: Iterable[Sequence], limits: Limits) -> None:
-    """More came in since `assign`: they guess from the next step on, and the rows of this one are shared with them."""
+    """More came in since `assign`: they draft from the next step on, and the rows of this one are shared with them."""
     ready = [seq for seq in running if len(seq.tokens) - seq.computed == 1]
     most = rows_each(len(ready), limits)
     for seq in ready:

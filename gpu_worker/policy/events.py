@@ -159,7 +159,7 @@ Action = Reserve | Save | Load | ReleaseLease | Emit | Notify | Finish
 
 # rows -----------------------------------------------------------------------------------------------------------------
 class Row(Struct, frozen=True, gc=False):
-    """One sequence's share of one step: feed tokens[start : start + count], then `draft` tokens that the head guesses.
+    """One sequence's share of one step: feed tokens[start : start + count], then `draft` tokens that the head drafts.
 
     `tokens` is the sequence's own list, to be read only until the step ends. The cells of positions below `start` lie in
     `blocks`, which also has room for what is fed. If `samples`, the row after the last fed token yields the next token at

@@ -9,8 +9,8 @@ class Limits(Struct, frozen=True, kw_only=True):
     """`num_blocks` blocks of `block_size` cells; `max_context` is the most cells one sequence may use; `high` and `low` percent.
 
     `slots` sequences may run at once. `step_tokens` is what one step may feed. `park_every` 0: never. `draft_max` is the most
-    tokens the head may guess for one row in a step, `draft_rows` the most rows, guesses included, that the decodes of a step with
-    guesses may feed. `draft_cost[d - 1]` is what one guess for each of d decodes costs, in percent of the step without guesses;
+    tokens the head may draft for one row in a step, `draft_rows` the most rows, drafts included, that the decodes of a step with
+    drafts may feed. `draft_cost[d - 1]` is what one draft for each of d decodes costs, in percent of the step without drafts;
     the last entry stands for all larger d. `state_slots` sequences have room for a recurrent state on the device; None: the model
     has no such state.
     `save` False never asks for a lease: every park is recomputed. ValueError if nothing could ever run.

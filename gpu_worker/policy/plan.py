@@ -7,7 +7,7 @@ from gpu_worker.policy.sequence import Sequence
 
 
 def growing(running: Iterable[Sequence], block_size: int) -> list[Sequence]:
-    """Those whose next token and guesses do not fit in the blocks they have."""
+    """Those whose next token and drafts do not fit in the blocks they have."""
     return [seq for seq in running if len(seq.tokens) + seq.draft > len(seq.blocks) * block_size]
 
 

@@ -27,7 +27,7 @@ class Totals(Struct):
     steps: int = 0
     prefill_tokens: int = 0
     recomputed_tokens: int = 0
-    drafted: list[int] = []  # by position: the first guess behind a sequence's newest token, the second, ...
+    drafted: list[int] = []  # by position: the first draft behind a sequence's newest token, the second, ...
     accepted: list[int] = []
 
 

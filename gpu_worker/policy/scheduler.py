@@ -215,7 +215,7 @@ class Scheduler:
             self._to_park.setdefault(seq.request_id, "forced")
 
     def _count_drafts(self, seq: Sequence, drafted: int, accepted: int) -> None:
-        """A guess that agrees behind an end token is not delivered, and so not accepted."""
+        """A draft that agrees behind an end token is not delivered, and so not accepted."""
         totals = self.totals
         for position in range(drafted):
             totals.drafted[position] += 1
@@ -303,7 +303,7 @@ class Scheduler:
                 self._to_park[request_id] = kind
 
     def _relieve(self, short: list[Sequence], now: float) -> list[Sequence]:
-        """Keep the next step at or below HIGH: give up guesses, then park. Returns those that still need blocks."""
+        """Keep the next step at or below HIGH: give up drafts, then park. Returns those that still need blocks."""
         book, limits = self.book, self.limits
         if self._shortfall(short) <= 0:
             return short  # parks under way will make room

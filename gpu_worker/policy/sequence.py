@@ -50,8 +50,8 @@ class Sequence(Struct, eq=False, gc=False):
     computed: int = 0
     high_computed: int = 0  # the most cells it ever had; feeding a position below it is a recompute
     scored: int = 0  # prompt positions 1..scored have their log probability delivered
-    draft: int = 0  # guesses in the step that is planned or under way; 0 in any other state, and between steps
-    likely: list[int] = []  # how often each guess agrees; see drafting.py
+    draft: int = 0  # drafts in the step that is planned or under way; 0 in any other state, and between steps
+    likely: list[int] = []  # how often each draft agrees; see drafting.py
     drafted: int = 0
     accepted: int = 0
     state_slot: int = -1  # of its recurrent state while it is on the device

@@ -40,7 +40,7 @@ def hybrid(tmp_path, **options) -> ModelFiles:
     return find_model(str(write_hf(tmp_path / "m", "qwen35", **HYBRID | options)))
 
 
-def guess(model: Model, kv: KvCache, count: int, tokens: list[int], start: int, blocks: list[int]) -> Tensor:
+def draft(model: Model, kv: KvCache, count: int, tokens: list[int], start: int, blocks: list[int]) -> Tensor:
     """Rows of `count` passes of the head for one sequence: `tokens` from position `start` on."""
     assert kv.hidden is not None
     hidden, rows = kv.hidden[blocks[(start - 1) // 16]][None].clone(), []
@@ -70,7 +70,7 @@ def test_f32_equals_torch(tmp_path, arch, shape):
         assert torch.allclose(*states, rtol=1e-3, atol=1e-3)
     if models[0].spec.mtp:
         assert torch.allclose(*(kv.hidden[list(range(20, 41))] for kv in caches), rtol=1e-3, atol=1e-3)
-        rows = [guess(model, kv, 3, [7, 8, 9], 322, list(range(40, 10, -1))) for model, kv in zip(models, caches)]
+        rows = [draft(model, kv, 3, [7, 8, 9], 322, list(range(40, 10, -1))) for model, kv in zip(models, caches)]
         assert (rows[0] - rows[1]).abs().max() < 5e-4 * rows[1].abs().max()
         logits = [model.draft_logits(each) for model, each in zip(models, rows)]
         assert (logits[0] - logits[1]).abs().max() < 5e-4 * logits[1].abs().max()
@@ -87,7 +87,7 @@ def test_small_formats_are_close_to_their_own_weights_in_f32(tmp_path, quant):
     a, b = (run(each, kv, plan) for each, kv in zip((model, truth), caches))
     assert (a - b).norm() / b.norm() < 0.05
     blocks = list(range(40, 10, -1))
-    a, b = (each.draft_logits(guess(each, kv, 2, [7, 8], 322, blocks)) for each, kv in zip((model, truth), caches))
+    a, b = (each.draft_logits(draft(each, kv, 2, [7, 8], 322, blocks)) for each, kv in zip((model, truth), caches))
     assert (a - b).norm() / b.norm() < 0.05
 
 
@@ -124,8 +124,8 @@ def test_rejected_drafts_leave_no_trace(tmp_path):
             kv, at = cache(model), 12
             model.forward(Batch.of([(tokens[:at], 0, blocks)]), kv)
             while at < 52:
-                guesses = tokens[at + 1 : at + 1 + right] + [5] * (drafts - right)
-                batch = Batch.of([([tokens[at], *guesses], at, blocks)], last_only=False)
+                drafted = tokens[at + 1 : at + 1 + right] + [5] * (drafts - right)
+                batch = Batch.of([([tokens[at], *drafted], at, blocks)], last_only=False)
                 rows = model.forward(replace(batch, known=torch.tensor([at + 1], dtype=torch.int32)), kv)
                 assert torch.equal(rows[: right + 1], whole[at : at + right + 1])
                 at += right + 1
@@ -139,7 +139,7 @@ def test_a_draft_depends_on_its_sequence_only_and_never_reads_the_first_cell(tmp
     tokens = [(31 * i + 7) % model.spec.vocab for i in range(300)]
     kv, rows = cache(model), [(tokens, 0, list(range(20))), (tokens[9:30], 0, [20, 21]), (tokens[3:4], 0, [22])]
     model.forward(Batch.of(rows), kv)
-    alone = [guess(model, kv, 1, [t], len(fed), blocks) for t, (fed, _, blocks) in zip((4, 5, 6), rows)]
+    alone = [draft(model, kv, 1, [t], len(fed), blocks) for t, (fed, _, blocks) in zip((4, 5, 6), rows)]
     kv.tensor[[0, 20, 22], -1, :, :, 0] = 3.0
     tables = torch.tensor([blocks + [0] * (20 - len(blocks)) for _, _, blocks in rows], dtype=torch.int32)
     hidden = kv.hidden[[18, 21, 22]]
@@ -150,7 +150,7 @@ def test_a_draft_depends_on_its_sequence_only_and_never_reads_the_first_cell(tmp
 
 
 @pytest.mark.parametrize("ids", [None, [200, 3, 4, 5, 17, 100, 101, 0]])
-def test_greedy_guesses_in_one_call_are_those_made_one_by_one(tmp_path, ids):
+def test_greedy_drafts_in_one_call_are_those_made_one_by_one(tmp_path, ids):
     require_native()
     model = load_model(hybrid(tmp_path, **({} if ids is None else {"draft_ids": ids})), "bf16", threads=2)
     tokens = [(31 * i + 7) % model.spec.vocab for i in range(60)]
@@ -184,7 +184,7 @@ def test_a_draft_and_the_fill_write_the_same_cell(tmp_path):
     model = load_model(hybrid(tmp_path), "bf16", threads=2)
     kv, blocks = cache(model), [3, 1]
     model.forward(Batch.of([(list(range(5, 21)), 0, blocks)]), kv)
-    guess(model, kv, 1, [9], 16, blocks)
+    draft(model, kv, 1, [9], 16, blocks)
     drafted = kv.tensor[1, -1, :, :, 0].clone()
     model.forward(Batch.of([([9], 16, blocks)]), kv)
     assert torch.equal(kv.tensor[1, -1, :, :, 0], drafted) and drafted.abs().max() < 1e5
@@ -235,5 +235,5 @@ def test_more_threads_than_processors_change_no_bit(tmp_path):
         for _ in range(2):
             kv = cache(model)
             rows = run(model, kv, steps(files.spec.vocab))
-            found.append([rows, guess(model, kv, 3, [7, 8, 9], 322, list(range(40, 10, -1))), kv.tensor, kv.states.flat])
+            found.append([rows, draft(model, kv, 3, [7, 8, 9], 322, list(range(40, 10, -1))), kv.tensor, kv.states.flat])
     assert all(torch.equal(a, b) for other in found[1:] for a, b in zip(found[0], other))

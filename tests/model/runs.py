@@ -48,25 +48,25 @@ def greedy(model: Model, tokens: list[int], count: int) -> list[int]:
 
 
 def chain(model: Model, kv: KvCache, blocks: list[int], token: int, position: int, count: int) -> list[int]:
-    """The head's greedy guesses of the `count` tokens behind `token`, which is the newest and not computed."""
+    """The head's greedy drafts of the `count` tokens behind `token`, which is the newest and not computed."""
     assert kv.hidden is not None
     table, hidden = torch.tensor([blocks], dtype=torch.int32), kv.hidden[blocks[(position - 1) // 16]][None]
-    guesses = []
+    drafts = []
     for at in range(position, position + count):
         hidden = model.draft(torch.tensor([token]), torch.tensor([at], dtype=torch.int32), hidden, table, kv)
         best = int(model.draft_logits(hidden)[0].argmax())
         token = best if model.draft_ids is None else int(model.draft_ids[best])
-        guesses.append(token)
-    return guesses
+        drafts.append(token)
+    return drafts
 
 
 def verify(model: Model, kv: KvCache, blocks: list[int], fed: list[int], position: int) -> torch.Tensor:
-    """Rows [len(fed), hidden] of the newest token and the guesses behind it."""
+    """Rows [len(fed), hidden] of the newest token and the drafts behind it."""
     return model.forward(Batch.of([(fed, position, blocks)], last_only=False, drafts=[len(fed) - 1]), kv)
 
 
 def accept(kv: KvCache, blocks: list[int], rows: torch.Tensor, position: int, right: int) -> None:
-    """Keeps `right` of the guesses that were verified from `position` on."""
+    """Keeps `right` of the drafts that were verified from `position` on."""
     if kv.hidden is not None:
         kv.hidden[blocks[(position + right) // 16]] = rows[right].float()
 
@@ -79,10 +79,10 @@ def drafted_greedy(model: Model, tokens: list[int], count: int, drafts: int) -> 
     model.forward(Batch.of([(tokens[:-1], 0, blocks)]), kv)
     while len(tokens) < end:
         at = len(tokens) - 1
-        guesses = chain(model, kv, blocks, tokens[-1], at, drafts)
-        rows = verify(model, kv, blocks, [tokens[-1], *guesses], at)
+        drafted = chain(model, kv, blocks, tokens[-1], at, drafts)
+        rows = verify(model, kv, blocks, [tokens[-1], *drafted], at)
         best = model.logits(rows).argmax(-1).tolist()
-        right = next((i for i, (guess, token) in enumerate(zip(guesses, best)) if guess != token), drafts)
+        right = next((i for i, (draft, token) in enumerate(zip(drafted, best)) if draft != token), drafts)
         accept(kv, blocks, rows, at, right)
         tokens += best[: right + 1]
         total += right

@@ -203,7 +203,7 @@ def test_the_proof_sees_a_head_that_company_changes(hybrid):
     assert not holds and "drafting head" in note
 
 
-def test_the_proof_sees_a_state_that_took_in_guesses(hybrid, monkeypatch):
+def test_the_proof_sees_a_state_that_took_in_drafts(hybrid, monkeypatch):
     of, finish = DeltaStep.of, DeltaStep.finish
 
     def known(step, by):

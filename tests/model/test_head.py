@@ -49,7 +49,7 @@ def test_the_head_equals_transformers(tmp_path, arch, options, native):
     path = write_hf(tmp_path / "m", arch, **options)
     model = load_model(find_model(str(path)), "f32", threads=1, native=native)
     assert model.spec.mtp
-    tokens, guesses = some(51), some(2, seed=2)
+    tokens, drafts = some(51), some(2, seed=2)
     reference = with_head(path)
     head = transformers.modeling_layers.MtpModel.from_pretrained(reference)
     keys = transformers.cache_utils.MtpCache(config=reference.config.get_mtp_config())
@@ -57,9 +57,9 @@ def test_the_head_equals_transformers(tmp_path, arch, options, native):
         hidden = reference(torch.tensor([tokens]), output_hidden_states=True).hidden_states[-1][:, :-1]
         at = torch.arange(1, len(tokens))[None]
         expected = [head.forward_layer(0, hidden, at, keys, input_ids=torch.tensor([tokens[1:]]))[0]]
-        for i, guess in enumerate(guesses):
+        for i, draft in enumerate(drafts):
             before, at = expected[-1][None, -1:], torch.tensor([[len(tokens) + i]])
-            expected.append(head.forward_layer(0, before, at, keys, input_ids=torch.tensor([[guess]]))[0])
+            expected.append(head.forward_layer(0, before, at, keys, input_ids=torch.tensor([[draft]]))[0])
         logits = reference.lm_head(torch.cat(expected))
 
     kv = cache(model, len(tokens) + 2)
@@ -75,17 +75,17 @@ def test_the_head_equals_transformers(tmp_path, arch, options, native):
         assert (found - expected[0][row]).abs().max() < 1e-3
     every = torch.arange(1, len(tokens), dtype=torch.int32)  # all positions in one pass, each with the text before it
     first = model.draft(torch.tensor(tokens[1:]), every, hidden[0], table.expand(len(every), -1).contiguous(), kv)
-    chained = [first, *(_chained(model, kv, table, first, tokens, guesses))]
+    chained = [first, *(_chained(model, kv, table, first, tokens, drafts))]
     assert (torch.cat(chained) - torch.cat(expected)).abs().max() < 1e-3
     ours = model.draft_logits(torch.cat(chained))
     assert (ours - logits).abs().max() < 1e-3 and torch.equal(ours.argmax(-1), logits.argmax(-1))
 
 
-def _chained(model: Model, kv: KvCache, table: torch.Tensor, first: torch.Tensor, tokens, guesses):
+def _chained(model: Model, kv: KvCache, table: torch.Tensor, first: torch.Tensor, tokens, drafts):
     before = first[-1:]
-    for i, guess in enumerate(guesses):
+    for i, draft in enumerate(drafts):
         at = torch.tensor([len(tokens) + i], dtype=torch.int32)
-        before = model.draft(torch.tensor([guess]), at, before, table, kv)
+        before = model.draft(torch.tensor([draft]), at, before, table, kv)
         yield before
 
 
@@ -196,7 +196,7 @@ def test_rejected_drafts_leave_nothing_behind(tmp_path, dtype, native):
 
 
 def test_a_fold_of_drafts_would_be_seen(tmp_path, monkeypatch):
-    """A planted bug: the state takes in tokens that are guesses, and counts them or not."""
+    """A planted bug: the state takes in tokens that are drafts, and counts them or not."""
     of, finish = DeltaStep.of, DeltaStep.finish
 
     def shifted(spans, by):
@@ -227,7 +227,7 @@ def test_a_state_of_another_position_is_refused(tmp_path):
             model.forward(Batch.of([([5], start, [0, 1, 2, 3, 4])]), kv)
 
 
-def test_the_first_token_has_no_guess_before_it(tmp_path):
+def test_the_first_token_has_no_draft_before_it(tmp_path):
     model = hybrid(tmp_path, False)
     kv = cache(model, 16)
     zero = torch.zeros(1, dtype=torch.int32)

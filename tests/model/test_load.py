@@ -79,8 +79,8 @@ def test_formats_of_a_hybrid_with_a_head(tmp_path, quant, dtype, name, native):
         kv = KvCache(each.spec, 4, 16, each.kv_dtype)
         rows = each.logits(each.forward(Batch.of([(list(range(3, 60)), 0, [0, 1, 2, 3])], last_only=False), kv))
         one, table = torch.tensor([57], dtype=torch.int32), torch.tensor([[0, 1, 2, 3]], dtype=torch.int32)
-        guess = each.draft_logits(each.draft(one.long(), one, kv.hidden[[3]], table, kv))
-        found.append(torch.cat([rows, guess]))
+        draft = each.draft_logits(each.draft(one.long(), one, kv.hidden[[3]], table, kv))
+        found.append(torch.cat([rows, draft]))
     assert (found[0] - found[1]).norm() / found[1].norm() < (0.1 if name == "int4" else 0.03)
 
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from gpu_worker.model.sampler import Candidates, Sampled, SampleRow, draw, guess, gumbel, stream_key, token_logprobs
+from gpu_worker.model.sampler import Candidates, Sampled, SampleRow, draft, draw, gumbel, stream_key, token_logprobs
 from wire.messages import Sampling
 
 MASK = 2**64 - 1
@@ -223,7 +223,7 @@ def test_the_columns_that_cannot_win_are_left_out_rightly():
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
-def test_a_guess_is_the_draw_among_its_candidates(temperature):
+def test_a_draft_is_the_draw_among_its_candidates(temperature):
     """For every setting: the token drawn from the whole row in which all others are impossible, and a row without one."""
     known = np.array([7, 2, 11, 30, 5, 19], dtype=np.int64)
     candidates = Candidates(known, 40)
@@ -239,7 +239,7 @@ def test_a_guess_is_the_draw_among_its_candidates(temperature):
         for change in changes:
             sampling = Sampling(temperature=temperature, seed=case, **change)
             settings = SampleRow(sampling, 7, [7, 30, 8, 2, 2, 60, 9], 3, (11, 8, 90))
-            assert guess(logits[known], settings, candidates) == draw(only, settings).token
-            assert guess(logits, settings, None) == draw(logits, settings).token
-    assert guess(np.zeros(2, np.float32), SampleRow(Sampling(), 1, [1], 1, (2, 7)), Candidates(known[:2], 40)) == -1
-    assert guess(np.full(6, np.nan, np.float32), SampleRow(Sampling(), 1, [1], 1), candidates) == -1
+            assert draft(logits[known], settings, candidates) == draw(only, settings).token
+            assert draft(logits, settings, None) == draw(logits, settings).token
+    assert draft(np.zeros(2, np.float32), SampleRow(Sampling(), 1, [1], 1, (2, 7)), Candidates(known[:2], 40)) == -1
+    assert draft(np.full(6, np.nan, np.float32), SampleRow(Sampling(), 1, [1], 1), candidates) == -1

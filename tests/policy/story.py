@@ -13,7 +13,7 @@ NO_USAGE = Usage()
 
 
 class Story:
-    """20 blocks of 4 cells, 4 slots, HIGH 18 blocks, LOW 12, guesses that cost nothing, unless told otherwise. `now` is the
+    """20 blocks of 4 cells, 4 slots, HIGH 18 blocks, LOW 12, drafts that cost nothing, unless told otherwise. `now` is the
     virtual clock in seconds.
 
     `saves`: "granted" answers each Reserve with a lease and ends each copy at once, "denied" refuses, "by hand" does neither.
@@ -77,7 +77,7 @@ class Story:
                 self.handle(events.Loaded(request_id, True))
 
     def step(self, tokens: dict[str, list[int]] | None = None) -> Plan:
-        """Plan and run one step. Each sampling row draws 7 and refuses its guesses, unless `tokens` says what it yields."""
+        """Plan and run one step. Each sampling row draws 7 and refuses its drafts, unless `tokens` says what it yields."""
         plan = self.plan()
         if plan.rows:
             self.handle(StepDone([self.result(row, tokens or {}) for row in plan.rows], plan.epoch))

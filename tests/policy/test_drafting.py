@@ -1,4 +1,4 @@
-"""How many tokens the head guesses, and what is said about them."""
+"""How many tokens the head drafts, and what is said about them."""
 
 import random
 
@@ -12,18 +12,18 @@ from tests.policy.story import Story
 LIMITS = {"num_blocks": 100, "block_size": 4, "slots": 8, "max_context": 400}
 
 
-def guesses(plan) -> dict[str, int]:
+def drafts(plan) -> dict[str, int]:
     return {row.request_id: row.draft for row in plan.rows}
 
 
 # when ------------------------------------------------------------------------------------------------------------------
-def test_the_newest_token_alone_is_fed_with_guesses_and_a_prompt_without():
+def test_the_newest_token_alone_is_fed_with_drafts_and_a_prompt_without():
     story = Story(step_tokens=8, slots=1, draft_max=2)
     story.submit("a", 11)
-    assert [guesses(story.step())["a"] for _ in range(4)] == [0, 0, 2, 2]
+    assert [drafts(story.step())["a"] for _ in range(4)] == [0, 0, 2, 2]
 
 
-def test_the_last_token_of_a_chunked_prompt_may_be_fed_with_guesses_but_the_first_token_of_all_may_not():
+def test_the_last_token_of_a_chunked_prompt_may_be_fed_with_drafts_but_the_first_token_of_all_may_not():
     story = Story(step_tokens=8, slots=1, draft_max=2)
     story.submit("a", 9, max_tokens=2)
     story.step()
@@ -38,7 +38,7 @@ def test_the_last_token_of_a_chunked_prompt_may_be_fed_with_guesses_but_the_firs
     assert story["c"].draft == 0
 
 
-def test_guesses_count_in_the_steps_budget():
+def test_drafts_count_in_the_steps_budget():
     story = Story(step_tokens=8, draft_max=2)
     story.submit("a", 3)
     story.step()
@@ -48,11 +48,11 @@ def test_guesses_count_in_the_steps_budget():
     assert story.row(fed, "long").count == 9
 
 
-def test_refused_guesses_leave_no_trace():
+def test_refused_drafts_leave_no_trace():
     story = Story(draft_max=2)
     story.submit("a", 3)
     story.step()
-    assert guesses(story.step(tokens={"a": [5]})) == {"a": 2}
+    assert drafts(story.step(tokens={"a": [5]})) == {"a": 2}
     assert story["a"].tokens[-1] == 5
     assert story["a"].computed == len(story["a"].tokens) - 1
     assert (story["a"].draft, story["a"].recomputed) == (0, 0)
@@ -60,7 +60,7 @@ def test_refused_guesses_leave_no_trace():
     assert (row.start, row.count) == (4, 1)
 
 
-def test_agreed_guesses_are_cells_already():
+def test_agreed_drafts_are_cells_already():
     story = Story(draft_max=2)
     story.submit("a", 3)
     story.step()
@@ -72,13 +72,13 @@ def test_agreed_guesses_are_cells_already():
 def test_none_beyond_the_last_token():
     story = Story(draft_max=2)
     story.submit("a", 3, max_tokens=5)
-    assert [guesses(story.step())["a"] for _ in range(5)] == [0, 2, 2, 1, 0]
+    assert [drafts(story.step())["a"] for _ in range(5)] == [0, 2, 2, 1, 0]
 
 
 def test_none_beyond_the_context():
     story = Story(draft_max=8, max_context=10)
     story.submit("a", 5)
-    assert [guesses(story.step())["a"] for _ in range(5)] == [0, 3, 2, 1, 0], "6 to 9 tokens of 10"
+    assert [drafts(story.step())["a"] for _ in range(5)] == [0, 3, 2, 1, 0], "6 to 9 tokens of 10"
     assert story.ending("a").reason == "length"
 
 
@@ -87,19 +87,19 @@ def test_decodes_share_the_rows_of_a_step_and_one_that_comes_back_in_it_counts()
     for name in ("a", "b", "c"):
         story.submit(name, 4)
     story.step()
-    assert guesses(story.step()) == {"a": 3, "b": 3, "c": 3}
+    assert drafts(story.step()) == {"a": 3, "b": 3, "c": 3}
     story.submit("d", 4)
     story.step()
-    assert guesses(story.step()) == {"a": 2, "b": 2, "c": 2, "d": 2}
+    assert drafts(story.step()) == {"a": 2, "b": 2, "c": 2, "d": 2}
     story.until(lambda: story["a"].computed == 8)
     story.park("a")
     story.until(lambda: story.state("a") == "parked")
-    assert guesses(story.step()) == {"b": 3, "c": 3, "d": 3}
+    assert drafts(story.step()) == {"b": 3, "c": 3, "d": 3}
     story.resume("a")
-    assert guesses(story.step()) == {"a": 0, "b": 2, "c": 2, "d": 2}, "its image was found whole: it is back at once"
+    assert drafts(story.step()) == {"a": 0, "b": 2, "c": 2, "d": 2}, "its image was found whole: it is back at once"
 
 
-def test_a_stalled_one_and_a_parked_one_keep_no_guesses():
+def test_a_stalled_one_and_a_parked_one_keep_no_drafts():
     story = Story(num_blocks=6, high=100, low=100, draft_max=3, saves="by hand")
     story.submit("a", 8)
     story.submit("b", 2)
@@ -112,14 +112,14 @@ def test_a_stalled_one_and_a_parked_one_keep_no_guesses():
 
 # how many --------------------------------------------------------------------------------------------------------------
 def worthwhile(likely: list[float], cost: int, decodes: int = 1, **limits) -> int:
-    """Guesses of a sequence with these estimates among `decodes`."""
+    """Drafts of a sequence with these estimates among `decodes`."""
     story = Story(**{**LIMITS, "draft_max": len(likely), "draft_cost": (cost,), **limits})
     for number in range(decodes):
         story.submit(f"s{number}", 4)
     story.step()
     for seq in story.scheduler.sequences.values():
         seq.likely[:] = [round(p * drafting.LIKELY_ONE) for p in likely]
-    return guesses(story.step())["s0"]
+    return drafts(story.step())["s0"]
 
 
 def best(likely: list[float], cost: int) -> int:
@@ -143,22 +143,22 @@ def test_as_many_as_yield_most_tokens_for_what_the_step_costs():
     assert seen >= {0, 1, 2, 3, 8}
 
 
-def test_a_guess_costs_more_beside_others():
+def test_a_draft_costs_more_beside_others():
     costs = {"draft_cost": (20, 60, 90)}
     assert [worthwhile([0.8] * 3, 0, decodes, **costs) for decodes in (1, 2, 3, 5)] == [3, 1, 0, 0]
 
 
-def test_guesses_that_are_refused_again_and_again_stop_and_are_tried_again_seldom():
+def test_drafts_that_are_refused_again_and_again_stop_and_are_tried_again_seldom():
     story = Story(draft_max=3, draft_cost=(30,), num_blocks=400, max_context=1600)
     story.submit("a", 4)
-    numbers = [guesses(story.step())["a"] for _ in range(1000)]
+    numbers = [drafts(story.step())["a"] for _ in range(1000)]
     assert numbers[1] == 1
     assert 0 in numbers[:20]
     tries = sum(number > 0 for number in numbers[100:])
     assert 10 < tries < 60, "some, but not so many that they cost a percent"
 
 
-def test_guesses_that_agree_again_become_more_again():
+def test_drafts_that_agree_again_become_more_again():
     story = Story(draft_max=3, draft_cost=(30,), num_blocks=600, max_context=2400)
     story.submit("a", 4)
     story.steps(100)
@@ -172,7 +172,7 @@ def test_guesses_that_agree_again_become_more_again():
 
 
 def tokens_for_cost(agrees: float, cost: int, number: int | None, steps: int = 500) -> float:
-    """Tokens a step for what it costs, against none at all, where each guess agrees this often; `number` None: the policy's."""
+    """Tokens a step for what it costs, against none at all, where each draft agrees this often; `number` None: the policy's."""
     rng = random.Random(5)
     story = Story(**LIMITS, draft_max=6, draft_cost=(cost,))
     story.submit("a", 4)
@@ -211,7 +211,7 @@ def test_what_was_learnt_survives_a_park():
     assert story["a"].likely == likely
 
 
-def test_a_guess_behind_a_refused_one_says_nothing():
+def test_a_draft_behind_a_refused_one_says_nothing():
     story = Story(draft_max=3)
     story.submit("a", 4)
     seq = story["a"]
@@ -242,7 +242,7 @@ def test_what_agrees_behind_an_end_token_is_not_accepted():
     assert (counters.drafted, counters.accepted) == ([1, 1, 1], [1, 1, 0])
 
 
-def test_without_a_head_nothing_is_counted_or_guessed():
+def test_without_a_head_nothing_is_counted_or_drafted():
     story = Story()
     story.submit("a", 4)
     story.steps(3)

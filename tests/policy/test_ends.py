@@ -95,7 +95,7 @@ def test_an_accepted_run_is_cut_at_max_tokens_and_its_logprobs_with_it():
     story.step()
     plan = story.plan()
     (row,) = plan.rows
-    assert row.draft == 1, "two tokens are left: one guess and one drawn"
+    assert row.draft == 1, "two tokens are left: one draft and one drawn"
     logprobs = [Logprob(token, -1.0) for token in (8, 9, 10)]
     story.handle(StepDone([RowResult("a", [8, 9, 10], logprobs)], plan.epoch))
     story.plan()

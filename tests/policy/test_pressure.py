@@ -111,7 +111,7 @@ def test_a_park_under_way_keeps_its_blocks():
     assert not set(blocks) & set(story["a"].blocks + story["b"].blocks)
 
 
-def test_guesses_are_given_up_before_anybody_is_parked():
+def test_drafts_are_given_up_before_anybody_is_parked():
     story = Story(num_blocks=10, high=80, low=70, draft_max=3)  # HIGH is 8 blocks
     story.submit("a", 11)
     story.submit("b", 8)
@@ -122,17 +122,17 @@ def test_guesses_are_given_up_before_anybody_is_parked():
     assert [row.draft for row in plan.rows] == [3, 3], "these fit in the blocks they have"
     plan = story.step()
     assert story.parked() == []
-    assert story.row(plan, "b").draft == 2, "10 tokens and 2 guesses fit in its 3 blocks"
+    assert story.row(plan, "b").draft == 2, "10 tokens and 2 drafts fit in its 3 blocks"
 
 
-def test_the_next_steps_guesses_count_in_the_demand():
+def test_the_next_steps_drafts_count_in_the_demand():
     story = Story(draft_max=3)
     story.submit("a", 7)
     story.step()
-    assert len(story["a"].blocks) == 3, "admission claims prompt, next token and guesses"
+    assert len(story["a"].blocks) == 3, "admission claims prompt, next token and drafts"
     story.step(tokens={"a": [1, 2, 3, 4]})
     story.step()
-    assert len(story["a"].blocks) == 4, "12 tokens and 3 guesses"
+    assert len(story["a"].blocks) == 4, "12 tokens and 3 drafts"
 
 
 def test_parked_three_times_is_passed_over_while_another_exists():

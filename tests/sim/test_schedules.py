@@ -16,7 +16,7 @@ CHUNK = 100
 def test_schedules_hold(first):
     total = sweep(first, CHUNK)
     parks = ("pressure parks", "forced parks", "denials", "loads", "recomputed", "cache crashes", "worker crashes", "cached")
-    for seen in (*parks, "states saved", "states loaded", "guesses", "guesses that agreed"):
+    for seen in (*parks, "states saved", "states loaded", "drafts", "drafts that agreed"):
         assert total[seen] > 0, f"the schedules never see {seen}: they prove nothing about it"
 
 

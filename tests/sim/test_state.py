@@ -55,21 +55,21 @@ def test_chunks_give_the_reference(size):
 
 
 @pytest.mark.parametrize("draft", range(1, DRAFTS + 1))
-def test_guesses_refused_at_every_length_give_the_reference(draft):
+def test_drafts_refused_at_every_length_give_the_reference(draft):
     dev = device()
     found = text(dev, 5, draft)
     assert found == reference(len(found))
     assert 5 < len(found) < 5 * (1 + draft), "some agree, some do not"
 
 
-def test_a_refused_guess_at_every_position_around_a_fold_leaves_the_state_as_it_was():
+def test_a_refused_draft_at_every_position_around_a_fold_leaves_the_state_as_it_was():
     for known in range(1, 3 * FOLD):
-        for guesses in range(1, DRAFTS + 1):
+        for drafts in range(1, DRAFTS + 1):
             plain, drafted = (FakeState(DRAFTS, random.Random(3)) for _ in range(2))
             fed = list(range(known))
             plain.run(0, fed, known)
             drafted.run(0, fed[:-1], known - 1)
-            drafted.run(known - 1, [fed[-1], *range(100, 100 + guesses)], known)
+            drafted.run(known - 1, [fed[-1], *range(100, 100 + drafts)], known)
             rest = list(range(50, 50 + FOLD + 2))
             for position, token in enumerate(rest, known):
                 assert plain.run(position, [token], position + 1) == drafted.run(position, [token], position + 1)

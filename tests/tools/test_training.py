@@ -60,7 +60,7 @@ def test_delta_rule_is_the_recurrence() -> None:
 
 
 def test_chained_rows_are_what_drafting_one_by_one_gives() -> None:
-    """Row p at depth k sees true rows up to p and its own chain, as a drafting head does that feeds its guesses back."""
+    """Row p at depth k sees true rows up to p and its own chain, as a drafting head does that feeds its drafts back."""
     torch.manual_seed(0)
     head = MtpHead(SHAPE)
     for parameter in head.parameters():

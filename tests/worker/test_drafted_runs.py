@@ -1,4 +1,4 @@
-"""The runner with real models: as many guesses as are asked for at every step, whatever they are worth, change no token."""
+"""The runner with real models: as many drafts as are asked for at every step, whatever they are worth, change no token."""
 
 import pytest
 
@@ -17,7 +17,7 @@ MIXED = [
     Sampling(temperature=1.0, top_p=0.95, presence_penalty=0.5, seed=11),
     Sampling(temperature=0.6, seed=12),
 ]
-GREEDY = [Sampling(temperature=0)] * 3  # whose guesses are chained in one call where the model can
+GREEDY = [Sampling(temperature=0)] * 3  # whose drafts are chained in one call where the model can
 
 
 @pytest.fixture(scope="module")
@@ -30,7 +30,7 @@ def folders(tmp_path_factory):
 
 
 def run(model, draft: int, samplings: list[Sampling]) -> tuple[list[list[int]], int]:
-    """The texts of all prompts side by side, and how many guesses were right. Blocks and state slots are in no order."""
+    """The texts of all prompts side by side, and how many drafts were right. Blocks and state slots are in no order."""
     kv = KvCache(model.spec, BLOCKS * len(PROMPTS), 16, model.kv_dtype, len(PROMPTS) + 1, MOST)
     runner = Runner(model, kv)
     tokens = [list(prompt) for prompt in PROMPTS]
@@ -57,7 +57,7 @@ def run(model, draft: int, samplings: list[Sampling]) -> tuple[list[list[int]], 
 
 @pytest.mark.parametrize("samplings", [MIXED, GREEDY], ids=["mixed", "greedy"])
 @pytest.mark.parametrize("name", ["hybrid", "few", "plain"])
-def test_no_number_of_guesses_changes_a_token(folders, name, samplings):
+def test_no_number_of_drafts_changes_a_token(folders, name, samplings):
     model = load_model(find_model(str(folders / name)), "f32")
     expected, none = run(model, 0, samplings)
     assert none == 0

@@ -9,7 +9,7 @@ from msgspec import structs
 
 from gpu_worker import __main__ as worker
 from gpu_worker.device.kv_cache import KvCache
-from gpu_worker.draft_cost import GUESS, SEQUENCE, STEP, TOO_MUCH, VERIFY, draft_cost
+from gpu_worker.draft_cost import DRAFT, SEQUENCE, STEP, TOO_MUCH, VERIFY, draft_cost
 from tests.make_models import write_hf
 from wire.config import Config, ConfigError
 from wire.messages import Hello
@@ -53,29 +53,29 @@ def test_without_drafts_the_head_stays_in_its_file(folders):
     assert plain.hidden is None and plain.layers == len(model.spec.attention_layers)
 
 
-def test_auto_drafts_where_a_guess_is_cheap_and_says_why_not(folders, monkeypatch):
+def test_auto_drafts_where_a_draft_is_cheap_and_says_why_not(folders, monkeypatch):
     monkeypatch.setattr(worker, "draft_cost", lambda spec: (TOO_MUCH, 90))
     _, _, model, draft = settled(folders / "hybrid")
     assert draft == worker.Draft(worker.DRAFT_AUTO) and model.spec.mtp is not None
     monkeypatch.setattr(worker, "draft_cost", lambda spec: (TOO_MUCH + 5, 90))
     _, _, model, draft = settled(folders / "hybrid")
-    assert draft == worker.Draft(0, "a guess costs about 85% of a step") and model.spec.mtp is None
+    assert draft == worker.Draft(0, "a draft costs about 85% of a step") and model.spec.mtp is None
 
 
-def test_a_guess_costs_a_pass_of_the_head_and_a_row():
+def test_a_draft_costs_a_pass_of_the_head_and_a_row():
     spec = find_model("smollm2").spec
     layer = 576 * (2 * 576 + 2 * 192) + 3 * 576 * 1536
     step = 30 * layer + 49152 * 576
     with_head = structs.replace(spec, mtp=MtpSpec(intermediate=1536, draft_vocab=8192))
-    guess = layer + 2 * 576 * 576 + 8192 * 576 + GUESS
+    draft = layer + 2 * 576 * 576 + 8192 * 576 + DRAFT
     alone, of_four = VERIFY[0], VERIFY[3]
-    assert draft_cost(with_head)[0] == math.ceil((alone * step + 100 * guess) / (step + STEP + SEQUENCE))
-    assert draft_cost(with_head)[3] == math.ceil((of_four * step + 100 * guess) / (step + STEP + 4 * SEQUENCE))
+    assert draft_cost(with_head)[0] == math.ceil((alone * step + 100 * draft) / (step + STEP + SEQUENCE))
+    assert draft_cost(with_head)[3] == math.ceil((of_four * step + 100 * draft) / (step + STEP + 4 * SEQUENCE))
     everything = structs.replace(spec, mtp=MtpSpec(intermediate=1536))
     assert draft_cost(everything)[0] > draft_cost(with_head)[0] + 15
 
 
-def test_a_guess_costs_little_where_messages_and_plans_take_most_of_a_step():
+def test_a_draft_costs_little_where_messages_and_plans_take_most_of_a_step():
     spec = find_model("bard").spec
     assert max(draft_cost(spec)) < 20
 

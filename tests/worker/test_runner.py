@@ -27,10 +27,10 @@ class HashModel:
     def __init__(self, right: int = 3, draft_ids: list[int] | None = None) -> None:
         self.spec = SimpleNamespace(mtp=object(), vocab=VOCAB)
         self.right = right
-        self.draft_greedy = None  # guesses are made one by one
+        self.draft_greedy = None  # drafts are made one by one
         self.draft_ids = torch.tensor(draft_ids) if draft_ids is not None else None
         self.cells: dict[tuple[int, int], int] = {}  # (block, place) -> token
-        self.guessed: dict[tuple[int, int], int] = {}  # the same, of the head
+        self.drafted: dict[tuple[int, int], int] = {}  # the same, of the head
         self.made: dict[tuple[float, ...], tuple[int, list[int]]] = {}  # a row of the head's last pass -> depth, tokens behind it
         self.drafts: list[int] = []  # rows of each pass of the head
         self.fed: list[tuple[list[int], int, int]] = []  # of each sequence of each step: tokens, known, state slot
@@ -58,16 +58,16 @@ class HashModel:
         self.drafts.append(len(token_ids))
         made = {}
         for token, position, row, table in zip(token_ids.tolist(), positions.tolist(), hidden, tables, strict=True):
-            self.guessed[int(table[position // BLOCK]), position % BLOCK] = token
+            self.drafted[int(table[position // BLOCK]), position % BLOCK] = token
             depth, behind = self.made.get(tuple(row.tolist()), (0, None))
             known = position - depth  # the tokens from here on are known to the head only
             tokens = self._prefix(table, known) + [
-                self.guessed[int(table[p // BLOCK]), p % BLOCK] for p in range(known, position + 1)
+                self.drafted[int(table[p // BLOCK]), p % BLOCK] for p in range(known, position + 1)
             ]
             if behind is None:
                 assert torch.equal(row, hidden_of(tokens[:-1])), f"position {position} was given another hidden row"
             else:
-                assert behind == tokens[:-1], f"position {position} was given another guess's row"
+                assert behind == tokens[:-1], f"position {position} was given another draft's row"
             truth = hidden_of(tokens)
             digest = hashlib.blake2b(repr(tokens).encode() + b"?").digest()
             out = truth + 1e-4 if digest[0] % 4 < self.right else -truth
@@ -145,7 +145,7 @@ def test_a_head_that_knows_few_tokens_is_right_about_those():
         model = HashModel(4, known)
         tokens, took = Bench(model).run(1, 45, 1, **settings)
         assert tokens == expected
-        at = np.cumsum([0, *took])[1:-2]  # where each guess stands
+        at = np.cumsum([0, *took])[1:-2]  # where each draft stands
         assert [tokens[i] in known for i in at] == [count == 2 for count in took[1:-1]]
 
 
@@ -182,7 +182,7 @@ def test_the_first_token_of_all_is_not_drafted_behind():
     assert len(result.tokens) == 1 and bench.model.drafts == []
 
 
-def test_a_guess_that_cannot_be_drawn_ends_the_chain():
+def test_a_draft_that_cannot_be_drawn_ends_the_chain():
     bench = Bench(HashModel(4, [3, 5]))
     tokens, _ = bench.run(0, 4, 0)
     (result,) = bench.step(bench.row(0, [7, 0, 9, *tokens], 6, 3, banned=(3, 5)))
@@ -206,8 +206,8 @@ def test_logits_that_are_not_finite_end_one_row_only():
     assert whole.tokens and not whole.error
 
 
-def test_logits_that_are_not_finite_behind_an_accepted_guess_wait_for_their_own_step():
-    """What was drawn before them stands, as without guesses: it may even end the text."""
+def test_logits_that_are_not_finite_behind_an_accepted_draft_wait_for_their_own_step():
+    """What was drawn before them stands, as without drafts: it may even end the text."""
     model = HashModel(4)
     bench = Bench(model)
     tokens = [7, 0, 9, *Bench(HashModel()).run(0, 6, 0)[0]]

@@ -18,15 +18,15 @@ the Jargon File; it knows nothing and answers nothing.
 | loss on held-out text | {loss:.3f} nats a token |
 | acceptance on held-out text | {acceptance} |
 
-Acceptance at a depth is the share of the head's best guesses that the model itself would have chosen, of those where it had agreed with
-all guesses before. Licence: the weights and this card are dedicated to the public domain (CC0 1.0).
+Acceptance at a depth is the share of the head's best drafts that the model itself would have chosen, of those where it had agreed with
+all drafts before. Licence: the weights and this card are dedicated to the public domain (CC0 1.0).
 """
 
 HEAD = """# smollm2-mtp
 
 A head that drafts for SmolLM2-135M-Instruct: one Llama layer in the layout of Qwen3.5's `mtp.*` tensors ({millions:.1f} million parameters,
-bfloat16), which predicts the token after next from the model's hidden row and the next token, and is chained for more. It guesses among
-the {draft_vocab} most frequent tokens only (`mtp.draft_token_ids`); what it guesses changes the speed, never the text.
+bfloat16), which predicts the token after next from the model's hidden row and the next token, and is chained for more. It drafts among
+the {draft_vocab} most frequent tokens only (`mtp.draft_token_ids`); what it drafts changes the speed, never the text.
 
 | | |
 |---|---|
@@ -35,7 +35,7 @@ the {draft_vocab} most frequent tokens only (`mtp.draft_token_ids`); what it gue
 | training | {steps} steps of {rows} sequences on two CPU cores, `python -m tools.train collect` and `head`; it goes on from these weights |
 | acceptance on held-out sequences | {acceptance} |
 
-Acceptance at a depth is the share of the head's best guesses that the model agrees with, of those where it had agreed with all before,
+Acceptance at a depth is the share of the head's best drafts that the model agrees with, of those where it had agreed with all before,
 where the text is the model's own greedy one. Licence: Apache-2.0, as the model that it was distilled from.
 """
 
