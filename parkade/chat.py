@@ -12,12 +12,16 @@ HELP = "Enter sends, /new starts over, /quit or Ctrl-D ends, Ctrl-C stops an ans
 
 
 def chat(url: str, api_key: str, system: str, max_tokens: int, temperature: float, seed: int | None) -> int:
-    """Talk until the end of input. ApiError if no server answers at the start; later errors are shown and the talk goes on."""
+    """Talk until the end of input. ApiError if no server answers at the start, or if its model has no chat template; later
+    errors are shown and the talk goes on."""
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401 - gives input() its line editing and history
     console = Console(highlight=False)
     api = Api(url, api_key)
-    options: dict[str, Any] = {"model": api.model(), "max_tokens": max_tokens, "temperature": temperature}
+    model = api.model()
+    if not api.get("/props").get("has_chat_template", True):
+        raise ApiError(f"the model {model!r} has no chat template, so it completes text and does not chat; use /v1/completions")
+    options: dict[str, Any] = {"model": model, "max_tokens": max_tokens, "temperature": temperature}
     if seed is not None:
         options["seed"] = seed
     console.print(f"{options['model']} at {api.url}. {HELP}", style="dim")

@@ -9,6 +9,8 @@ import psutil
 import pytest
 
 from hostcache.memory import total_bytes
+from parkade.api import ApiError
+from parkade.chat import chat
 from tests.make_models import write_hf
 from tests.system.stack import READY_TIMEOUT_S, Answer, Stack, each, prompt, stream, together
 
@@ -109,3 +111,8 @@ def test_the_server_says_what_it_drafts_and_how_often_it_was_right(stack):
     drafts = stack.drafts()
     assert sorted(drafts) == [1, 2]
     assert drafts[1][0] >= drafts[2][0] > 0 and drafts[1][1] >= drafts[2][1] > 0
+
+
+def test_chat_says_at_once_that_a_model_without_a_template_does_not_chat(tmp_path):
+    with Stack(tmp_path / "run", model="bard", ctx=512) as stack, pytest.raises(ApiError, match="'bard' has no chat template"):
+        chat(stack.url, "", "", max_tokens=8, temperature=0.0, seed=None)
