@@ -93,7 +93,7 @@ def prompt(length: int, vocab: int) -> list[int]:
     return torch.randint(100, vocab, (length,), generator=torch.Generator().manual_seed(3)).tolist()
 
 
-@pytest.mark.parametrize("dtype", ["f32", "bf16", "auto"])
+@pytest.mark.parametrize("dtype", [pytest.param("f32", marks=pytest.mark.long), "bf16", "auto"])
 def test_smollm2_native(dtype):
     require_native()
     solo = Solo(smollm2(dtype, True), prompt(80, 49152), 60)

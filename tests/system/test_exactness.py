@@ -28,8 +28,11 @@ def assert_equal(answer: Answer, solo: Answer) -> None:
     assert answer.logprobs == solo.logprobs
 
 
-FAST = pytest.param("auto", 400, id="int4")  # f32 in the fast tier is bard's: test_drafted_parks.py
-SLOW = [pytest.param(dtype, 400, id=dtype, marks=pytest.mark.long) for dtype in ("bf16", "f32")]
+FAST = pytest.param("auto", 200, id="int4-short")  # f32 in the fast tier is bard's: test_drafted_parks.py
+SLOW = [
+    pytest.param(dtype, 400, id=name, marks=pytest.mark.long)
+    for dtype, name in (("auto", "int4"), ("bf16", "bf16"), ("f32", "f32"))
+]
 
 
 @pytest.mark.parametrize(("dtype", "tokens"), [FAST, *SLOW])

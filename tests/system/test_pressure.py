@@ -12,7 +12,7 @@ def chats(stack: Stack, **body: object) -> list:
     return together(*(stream(stack.url, prompt=prompt(i), max_tokens=GENERATED, temperature=0, **body) for i in range(4)))
 
 
-@pytest.mark.parametrize("park_ram", ["8GiB", "16MiB", "0"])
+@pytest.mark.parametrize("park_ram", [pytest.param("8GiB", marks=pytest.mark.long), "16MiB", "0"])
 def test_four_chats_that_do_not_fit_together_all_finish(tmp_path, park_ram):
     with Stack(tmp_path / "run", ctx=CTX, slots=4, park_ram=park_ram) as stack:
         alone = [together(stream(stack.url, prompt=prompt(i), max_tokens=GENERATED, temperature=0))[0] for i in (0, 3)]
