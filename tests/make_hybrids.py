@@ -9,9 +9,8 @@ from typing import Any
 
 import numpy as np
 
-_GGUF_PARTS = {
+GGUF_ATTENTION = {  # of every architecture; the norm before the MLP has a name of its own in each
     "input_layernorm": "attn_norm",
-    "post_attention_layernorm": "post_attention_norm",
     "self_attn.q_proj": "attn_q",
     "self_attn.k_proj": "attn_k",
     "self_attn.v_proj": "attn_v",
@@ -21,6 +20,9 @@ _GGUF_PARTS = {
     "mlp.gate_proj": "ffn_gate",
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
+}
+_GGUF_PARTS = GGUF_ATTENTION | {
+    "post_attention_layernorm": "post_attention_norm",
     "linear_attn.in_proj_qkv": "attn_qkv",
     "linear_attn.in_proj_z": "attn_gate",
     "linear_attn.in_proj_a": "ssm_alpha",

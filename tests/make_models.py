@@ -315,19 +315,7 @@ def _gguf_name(name: str) -> str:
         return top[name]
     _, _, layer, part = name.split(".", 3)
     part, _, ending = part.rpartition(".")
-    parts = {
-        "input_layernorm": "attn_norm",
-        "post_attention_layernorm": "ffn_norm",
-        "self_attn.q_proj": "attn_q",
-        "self_attn.k_proj": "attn_k",
-        "self_attn.v_proj": "attn_v",
-        "self_attn.o_proj": "attn_output",
-        "self_attn.q_norm": "attn_q_norm",
-        "self_attn.k_norm": "attn_k_norm",
-        "mlp.gate_proj": "ffn_gate",
-        "mlp.up_proj": "ffn_up",
-        "mlp.down_proj": "ffn_down",
-    }
+    parts = make_hybrids.GGUF_ATTENTION | {"post_attention_layernorm": "ffn_norm"}
     return f"blk.{layer}.{parts[part]}.{ending}"
 
 

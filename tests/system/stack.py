@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -82,6 +83,16 @@ class Stack:
 
     def kill(self, module: str, how: int = signal.SIGKILL) -> None:
         os.kill(self.pid_of(module), how)
+
+    def kill_worker_at(self, tokens: int, killed: list[int]) -> Callable[["Answer"], None]:
+        """For `on_tokens`: kills the worker once, when the answer has as many tokens; its pid goes to `killed`."""
+
+        def look(answer: "Answer") -> None:
+            if len(answer.ids) >= tokens and not killed:
+                killed.append(self.pid_of("gpu_worker"))
+                self.kill("gpu_worker")
+
+        return look
 
     def metric(self, name: str, **labels: str) -> float:
         """One figure of /metrics; KeyError if it is not exported."""

@@ -1,7 +1,6 @@
 """Parked, recomputed and cancelled while it drafts, on a hybrid: cells, recurrent state and head come back as they were."""
 
 import asyncio
-import signal
 
 import pytest
 
@@ -91,14 +90,9 @@ def test_recomputed_accompanied_and_replayed_runs_equal_the_unparked_run(tmp_pat
         assert_equal(answer, expected["seeded"][0])
         assert answer.parkade["recomputed_tokens"] > tokens
         assert all(len(other.ids) == tokens for other in others)
-        killed = []
-
-        def kill_once(answer: Answer) -> None:
-            if len(answer.ids) >= tokens // 2 and not killed:
-                killed.append(stack.pid_of("gpu_worker"))
-                stack.kill("gpu_worker", signal.SIGKILL)
-
-        answer, *others = together(request(stack, "greedy", tokens, on_tokens=kill_once), *company(stack, tokens))
+        killed: list[int] = []
+        at_half = stack.kill_worker_at(tokens // 2, killed)
+        answer, *others = together(request(stack, "greedy", tokens, on_tokens=at_half), *company(stack, tokens))
         assert killed
         assert_equal(answer, expected["greedy"][0])
         assert all(len(other.ids) == tokens and other.done for other in others)

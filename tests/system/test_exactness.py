@@ -1,7 +1,5 @@
 """A parked, recomputed, replayed or accompanied run equals the solo run: ids, bytes and log probabilities."""
 
-import signal
-
 import pytest
 
 from tests.system.stack import Answer, Stack, prompt, stream, together
@@ -61,14 +59,9 @@ def test_parked_recomputed_accompanied_and_replayed_runs_equal_the_solo_run(tmp_
         answer, *others = together(request(stack, "seeded", tokens), *company(stack, tokens))
         assert_equal(answer, solo["seeded"])
         assert all(len(other.ids) == tokens for other in others)
-        killed = []
-
-        def kill_once(answer: Answer) -> None:
-            if len(answer.ids) >= tokens // 2 and not killed:
-                killed.append(stack.pid_of("gpu_worker"))
-                stack.kill("gpu_worker", signal.SIGKILL)
-
-        answer, *others = together(request(stack, "greedy", tokens, on_tokens=kill_once), *company(stack, tokens))
+        killed: list[int] = []
+        at_half = stack.kill_worker_at(tokens // 2, killed)
+        answer, *others = together(request(stack, "greedy", tokens, on_tokens=at_half), *company(stack, tokens))
         assert killed
         assert_equal(answer, solo["greedy"])
         assert all(len(other.ids) == tokens and other.done for other in others)
