@@ -124,6 +124,9 @@ def limits(config: Config, files: ModelFiles, spec: ModelSpec, hello: Hello) -> 
         high=config.high,
         low=config.low,
         policy=config.policy,
+        lookahead_steps=config.lookahead_steps,
+        protect_after=config.protect_after,
+        max_park_s=config.max_park_s,
         resume_order=config.resume_order,
         park_every=config.park_every,
         reuse=hello.reuse,
@@ -132,7 +135,7 @@ def limits(config: Config, files: ModelFiles, spec: ModelSpec, hello: Hello) -> 
         state_slots=hello.state_slots or None,
         eos_token_ids=files.eos_token_ids,
         exact=hello.exact,
-        save=config.park_ram == "auto" or size_bytes(config.park_ram) > 0,
+        park_mode=config.park_mode if config.park_ram == "auto" or size_bytes(config.park_ram) > 0 else "recompute",
     )
 
 

@@ -69,7 +69,10 @@ def _limits(rng: random.Random) -> Limits:
         max_context=rng.choice([pool, pool, 10 * pool, pool // 2]),
         high=rng.choice([70, 94, 94, 100]),
         low=rng.choice([40, 60, 80]),
-        policy="off" if rng.random() < 0.05 else "watermark",
+        policy=rng.choice(["watermark"] * 8 + ["lookahead"] * 5 + ["ondemand"] * 5 + ["off"]),
+        lookahead_steps=rng.choice([1, 3, 8]),
+        protect_after=rng.choice([0, 3, 3]),
+        max_park_s=rng.choice([0.0, 0.0, 1.0, 30.0]),
         resume_order=rng.choice(["most-parked", "head"]),
         park_every=rng.choice([0, 0, 0, 0, 0, 3, 7]),
         reuse=not recurrent and rng.random() < 0.75,
@@ -78,7 +81,7 @@ def _limits(rng: random.Random) -> Limits:
         draft_cost=rng.choice([(0,), (20,), (20, 40, 60), (80,)]),
         state_slots=rng.choice([1, slots, slots + 1, slots + 2]) if recurrent else None,
         eos_token_ids=(rng.randrange(VOCAB),),
-        save=rng.random() < 0.85,
+        park_mode=rng.choice(["save"] * 8 + ["auto", "recompute"]),
     )
 
 

@@ -64,6 +64,7 @@ class Before(Struct, frozen=True):
 
     protected: Sequence | None
     protected_parks: int
+    better_outside: bool  # one of a better class wants to come in
     waiting: frozenset[str]
     used: int
 
@@ -72,7 +73,9 @@ def before_plan(scheduler: Scheduler) -> Before:
     book = scheduler.book
     keep = preemption.protected([*book.running.values(), *book.resuming.values()], lambda seq: class_of(scheduler, seq))
     waiting = frozenset(seq.request_id for seq in scheduler.sequences.values() if seq.state is State.WAITING)
-    return Before(keep, keep.pressure_parks if keep else 0, waiting, book.pool.used)
+    outside = (seq for seq in scheduler.sequences.values() if seq.state in (State.WAITING, State.PARKED) and not seq.held)
+    better = keep is not None and any(seq.priority < keep.priority for seq in outside)
+    return Before(keep, keep.pressure_parks if keep else 0, better, waiting, book.pool.used)
 
 
 def class_of(scheduler: Scheduler, seq: Sequence) -> int:
@@ -85,12 +88,12 @@ def check_plan(scheduler: Scheduler, plan: Plan, before: Before) -> None:
     fed = {row.request_id for row in plan.rows}
     assert len(fed) == len(plan.rows), "a sequence has two rows"
     check_rows(scheduler, plan)
-    if before.protected is not None:
+    if before.protected is not None and not before.better_outside:
         assert before.protected.pressure_parks == before.protected_parks, "the protected sequence was parked by pressure"
     # a lone one may have grown beyond HIGH while another's image was copied in: nobody is parked before somebody grows again
     if scheduler.limits.policy == "watermark" and len(book.running) > 1 and book.pool.used > before.used:
         leaving = sum(book.pool.exclusive(seq.blocks) for seq in book.parking.values())
-        assert book.pool.used - leaving <= scheduler.limits.high_blocks, "HIGH is passed though somebody could be parked"
+        assert book.pool.used - leaving <= scheduler.policy.park_line, "HIGH is passed though somebody could be parked"
     away = [seq for seq in (*book.parked.values(), *book.parking.values()) if not seq.held]
     for seq in book.running.values():
         if len(seq.tokens) - seq.computed == 1 and seq.request_id not in fed:

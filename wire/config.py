@@ -26,9 +26,19 @@ class Config(Struct, frozen=True, forbid_unknown_fields=True):
     model: Annotated[str, Meta(description="smollm2, bard, a GGUF file, or a Hugging Face folder")] = "smollm2"
     ctx: Annotated[int, Meta(ge=16, le=2**31, description="cells of the pool that all sequences share")] = 8192
     slots: Annotated[int, Meta(ge=1, le=4096, description="how many sequences may run at once")] = 8
-    policy: Annotated[Literal["watermark", "off"], Meta(description="who is parked when (off: requests fail)")] = "watermark"
+    policy: Annotated[
+        Literal["watermark", "lookahead", "ondemand", "off"],
+        Meta(description="when to park: above --high, --lookahead-steps before it would not fit, when it does not fit, never"),
+    ] = "watermark"
     high: Annotated[int, Meta(ge=1, le=100, description="percent of the pool at which parking starts")] = 94
     low: Annotated[int, Meta(ge=1, le=100, description="percent of the pool below which parked sequences resume")] = 80
+    lookahead_steps: Annotated[int, Meta(ge=1, le=4096, description="decode steps that must fit (--policy lookahead)")] = 8
+    protect_after: Annotated[int, Meta(ge=0, le=16, description="parks after which others are parked first")] = 3
+    max_park_s: Annotated[float, Meta(ge=0, le=86400, description="parked for so long, it comes back first (0: never)")] = 300.0
+    park_mode: Annotated[
+        Literal["save", "recompute", "auto"],
+        Meta(description="save parked cells while the budget allows, compute them again, or what is cheaper as measured"),
+    ] = "save"
     park_ram: Annotated[str, Meta(description="RAM for parked cells (0: recompute; auto: 8GiB or memory/4)")] = "auto"
     resume_order: Annotated[Literal["most-parked", "head"], Meta(description="who resumes first (head: by park time)")] = (
         "most-parked"

@@ -17,6 +17,8 @@ RequestId = Annotated[str, Meta(min_length=1, max_length=MAX_REQUEST_ID_CHARS)]
 TokenId = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 Count = Annotated[int, Meta(ge=0, le=2**53)]
 ParkKind = Literal["pressure", "forced", "explicit"]
+DEFAULT_PARK_S = 300.0
+MAX_PARK_S = 7 * 86400.0
 
 
 class Message(Struct, frozen=True, tag=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -76,6 +78,8 @@ class Slot(Part):
     parked_ms: int = 0
     drafted: int = 0
     accepted: int = 0  # of the drafted
+    priority: int = 0
+    held: bool = False  # set aside by a Park: it does not come back before its Resume
 
 
 class PoolCells(Part):
@@ -95,6 +99,8 @@ class Counters(Part):
     resumed: int = 0
     recomputed_tokens: int = 0
     denied: dict[str, int] = {}  # by reason
+    parks: dict[str, int] = {}  # by how and why, as "save cheaper"; see docs/protocol.md
+    stalled: int = 0  # sequences ended because their recompute made no progress
     steps: int = 0
     prefill_tokens: int = 0  # rows fed that produced no new token, recomputed ones included
     drafted: list[int] = []  # by position: the first draft behind a sequence's newest token, the second, ...
@@ -122,13 +128,17 @@ class Cancel(Message):
 
 
 class Park(Message):
-    """Take the sequence off the device until `Resume`. `credit` is the router's own reason: the client does not read."""
+    """Take the sequence off the device until `Resume`, or until `deadline_s` have passed: the router sees to that. A client's is
+    answered by HoldAnswer. `credit` is the router's own reason: the client does not read."""
 
     request_id: RequestId
     reason: Literal["explicit", "credit"] = "explicit"
+    deadline_s: Annotated[float, Meta(gt=0, le=MAX_PARK_S)] = DEFAULT_PARK_S
 
 
 class Resume(Message):
+    """Let a sequence that was set aside come back as soon as it fits. A client's is answered by HoldAnswer."""
+
     request_id: RequestId
     reason: Literal["explicit", "credit"] = "explicit"
 
@@ -170,8 +180,18 @@ class Tokens(Message):
     prompt_logprobs: list[Logprob] = []
 
 
+class HoldAnswer(Message):
+    """The answer to Park, when the sequence has left the batch, and to Resume, at once. `code`: unknown_request, conflict (the
+    request's state does not allow it), or nothing. `slot`: its line of the worker's newest list, if it has a seat."""
+
+    request_id: str
+    code: Literal["", "unknown_request", "conflict"] = ""
+    message: str = ""
+    slot: Slot | None = None
+
+
 class Notice(Message):
-    """The stream pauses or goes on. `usage` is the state after it."""
+    """The stream pauses or goes on. `usage` is the state after it, `reason` why its cells were saved, or not."""
 
     request_id: str
     event: Literal["parked", "resumed"]
@@ -179,6 +199,7 @@ class Notice(Message):
     mode: Literal["save", "recompute"] = "save"
     parked_ms: int = 0  # of this pause, when resumed
     usage: Usage = Usage()
+    reason: str = ""
 
 
 class Finished(Message):
@@ -188,7 +209,8 @@ class Finished(Message):
     reason: Literal["stop", "length", "cancelled", "error"]
     usage: Usage
     error: str = ""
-    # a short name of the error: context_length_exceeded, kv_cache_full, compute_error, worker_lost, drain_timeout, slow_client
+    # a short name of the error: context_length_exceeded, kv_cache_full, compute_error, recompute_stalled, worker_lost,
+    # drain_timeout, slow_client
     code: str = ""
 
 
@@ -355,11 +377,13 @@ class Granted(Message):
     ask: int
     lease: int
     extents: list[tuple[int, int]]  # (offset, bytes) in the arena, multiples of the unit
+    used_bytes: int = 0  # of the budget, by live leases of all workers, this one included
 
 
 class Denied(Message):
     ask: int
     reason: Literal["full", "fragmented", "memory", "not_attached", "too_many"]
+    used_bytes: int = 0
 
 
 class Reclaim(Message):
@@ -377,7 +401,7 @@ class Budget(Message):
 
 
 ClientToRouter = Generate | Cancel | Park | Resume | Credit | GetStatus
-RouterToClient = Accepted | Rejected | Tokens | Notice | Finished | Status
+RouterToClient = Accepted | Rejected | Tokens | HoldAnswer | Notice | Finished | Status
 RouterToWorker = Submit | Cancel | Park | Resume | Drain | Ping
 WorkerToRouter = Hello | Tokens | Notice | Finished | Load | Goodbye
 ToHostCache = Attach | Reserve | Commit | Release | Reclaimed | GetBudget

@@ -44,6 +44,8 @@ class Book:
 
         self.preempted: Counter[str] = Counter()  # by ParkKind
         self.denied: Counter[str] = Counter()  # by reason
+        self.parks: Counter[str] = Counter()  # by how and why: "save cheaper"
+        self.stalled = 0
         self.resumed = 0
 
     # queries --------------------------------------------------------------------------------------------------------------
@@ -63,11 +65,17 @@ class Book:
         free = self.limits.slots - len(self.running) - len(self.resuming)
         return free if self._free_states is None else min(free, len(self._free_states))
 
-    def cost(self, seq: Sequence) -> int:
-        """Blocks by which `used` would grow if it came in now: what it claims, less what is found and in use anyway."""
+    @property
+    def slots_to_come(self) -> int:
+        """The same, once the copies under way have ended."""
+        free = self.limits.slots - len(self.running) - len(self.resuming)
+        return free if self._free_states is None else min(free, len(self._free_states) + len(self.parking))
+
+    def cost(self, seq: Sequence, steps: int) -> int:
+        """Blocks by which `used` would grow if it came in now and made so many steps: less what is found and in use anyway."""
         found = self.pool.find(self._findable(seq))
         in_use = sum(1 for block in found if self.pool.refs(block))
-        return self.pool.blocks_for(preemption.claim_cells(seq, self.limits)) - in_use
+        return self.pool.blocks_for(preemption.entry_cells(seq, self.limits, steps)) - in_use
 
     def _findable(self, seq: Sequence) -> list[bytes]:
         return chain(seq, preemption.findable(seq, self.limits), self.limits.block_size)
@@ -174,7 +182,7 @@ class Book:
         self.pool.release(seq.blocks[image_blocks:])
         del seq.blocks[image_blocks:]
         self._move(seq, State.PARKING)
-        if seq.computed and self.limits.save:
+        if seq.computed and self.limits.park_mode != "recompute":
             self._last_ask += 1
             seq.ask = self._last_ask
             self._asks[seq.ask] = seq
@@ -259,6 +267,7 @@ class Book:
         pause = pause_s(seq, now)
         seq.parked_s += pause
         seq.replaying = seq.computed < seq.high_computed
+        seq.restarts += seq.replaying and seq.kind != "explicit"
         self.resumed += 1
         self._move(seq, State.RUNNING)
         self.actions.append(Notify(seq.request_id, "resumed", seq.kind, mode, round(pause * 1000), usage_of(seq, now)))
@@ -292,3 +301,12 @@ class Book:
             del self._priorities[seq.priority]
         self.actions.append(Finish(seq.request_id, reason, usage, error, code))
         self.release_followers(seq.request_id)
+
+    def end_stalled(self, seq: Sequence, now: float) -> None:
+        """Its recompute makes no progress; see `preemption.stalled`."""
+        self.stalled += 1
+        error = (
+            f"its {len(seq.tokens)} tokens were computed again {seq.restarts} times without a new one; "
+            "raise --ctx or lower --slots, and see the worker's log"
+        )
+        self.finish(seq, "error", now, error, "recompute_stalled")

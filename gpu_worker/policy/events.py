@@ -48,11 +48,15 @@ class RowResult(Struct, frozen=True, gc=False):
 class StepDone(Value):
     rows: list[RowResult]
     epoch: int  # of the plan whose rows these are
+    seconds: float = 0.0  # that the step took; 0: not measured
 
 
 class LeaseGranted(Value):
+    """`fill`: the share of the budget that is in use after it, 0 to 1."""
+
     ask: int
     lease: int
+    fill: float = 0.0
 
 
 class LeaseDenied(Value):
@@ -60,13 +64,17 @@ class LeaseDenied(Value):
 
     ask: int
     reason: str
+    fill: float = 0.0
 
 
 class Saved(Value):
-    """The copies of a Save have ended. Not ok: the image is void (host cache lost, lease too small)."""
+    """The copies of a Save have ended. Not ok: the image is void (host cache lost, lease too small). `nbytes` were copied in
+    `seconds` of copying, waits between its pieces not counted; 0: not measured."""
 
     request_id: str
     ok: bool
+    nbytes: int = 0
+    seconds: float = 0.0
 
 
 class Loaded(Value):
@@ -74,6 +82,8 @@ class Loaded(Value):
 
     request_id: str
     ok: bool
+    nbytes: int = 0
+    seconds: float = 0.0
 
 
 class HostCacheLost(Value):
@@ -144,6 +154,7 @@ class Notify(Value):
     mode: Literal["save", "recompute"]
     parked_ms: int
     usage: Usage
+    reason: str = ""  # why its cells were saved, or not; of a park
 
 
 class Finish(Value):

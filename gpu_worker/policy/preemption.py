@@ -7,13 +7,14 @@ that random schedules reproduced before the rule was there.
 from collections.abc import Callable, Iterable
 
 from gpu_worker.policy.limits import Limits
+from gpu_worker.policy.policies import Policy
 from gpu_worker.policy.pool import KvPool
 from gpu_worker.policy.sequence import Sequence, State
 
-PASSED_OVER_AFTER = 3  # pressure parks; recompute page: PREEMPT_N_STARVED
 EXHAUSTED_AFTER = 16  # pressure parks, and then it runs alone
 PROMOTED_EACH_PARKS = 3
 PROMOTED_EACH_S = 30.0  # of waiting or being parked
+STALLED_AFTER = 32  # times that a recompute began or was fed again without a new token: more than pressure can cause
 
 ClassOf = Callable[[Sequence], int]
 
@@ -39,11 +40,30 @@ def exhausted(seq: Sequence) -> bool:
     return seq.pressure_parks >= EXHAUSTED_AFTER
 
 
+def aged(seq: Sequence, max_park_s: float, now: float) -> bool:
+    """It has waited to come back for so long that it is the next, whatever its class. Source: the longest waits of both pages'
+    order."""
+    return 0 < max_park_s <= now - seq.wants_since and not seq.held
+
+
+def stalled(seq: Sequence) -> bool:
+    """Its recompute makes no progress and is ended: it was begun or fed again so often without a new token. What pressure can do
+    is bounded below that; parks by an operator do not count. Source: recompute page (a resume that never gets its cells)."""
+    return seq.restarts > STALLED_AFTER
+
+
 # parking ---------------------------------------------------------------------------------------------------------------
-def shortfall(pool: KvPool, demand: int, parking: Iterable[Sequence], high_blocks: int) -> int:
-    """Blocks to win back so that the next step ends at or below HIGH. What the parks under way will free is counted, so that no
-    more victims are parked than are needed. Sources: watermark; bug reports of neighbours."""
-    over = pool.used + demand - high_blocks
+def missing(seq: Sequence, pool: KvPool, steps: int = 1) -> int:
+    """Blocks that its next `steps` decodes need and it does not have, the drafts of the first included; none beyond its last
+    token. A prefill's blocks are its own already. Source: watermark (the next step), recompute (some steps ahead)."""
+    ahead = max(seq.draft, min(steps, seq.remaining) - 1)
+    return max(0, pool.blocks_for(len(seq.tokens) + ahead) - len(seq.blocks))
+
+
+def shortfall(pool: KvPool, demand: int, parking: Iterable[Sequence], line: int) -> int:
+    """Blocks to win back so that `demand` more stay at or below the line. What the parks under way will free is counted, so that
+    no more victims are parked than are needed. Sources: watermark; bug reports of neighbours."""
+    over = pool.used + demand - line
     return over - sum(pool.exclusive(seq.blocks) for seq in parking) if over > 0 else 0
 
 
@@ -55,24 +75,55 @@ def protected(running: Iterable[Sequence], class_of: ClassOf) -> Sequence | None
     )
 
 
-def victims(running: Iterable[Sequence], keep: Sequence | None, class_of: ClassOf) -> list[Sequence]:
-    """Who may be parked by pressure, best victim first: held, worst class, not replaying, parked less than 3 times, newest by
-    original arrival. One still in its prompt may be a victim. Sources: watermark (newest), recompute (the rest)."""
-    candidates = [seq for seq in running if seq is not keep and not exhausted(seq)]
+def victims(running: Iterable[Sequence], class_of: ClassOf, policy: Policy, protect_after: int) -> list[Sequence]:
+    """Who may be parked by pressure, best victim first: held, worst class, not replaying, parked less often than `protect_after`,
+    then newest by original arrival or smallest. One still in its prompt may be a victim. Sources: watermark (newest), recompute
+    (smallest, and the rest)."""
+    candidates = [seq for seq in running if not exhausted(seq)]
     return sorted(
         candidates,
-        key=lambda seq: (not seq.held, -class_of(seq), seq.replaying, seq.pressure_parks >= PASSED_OVER_AFTER, -seq.arrival),
+        key=lambda seq: (
+            not seq.held,
+            -class_of(seq),
+            seq.replaying,
+            seq.pressure_parks >= protect_after,
+            0 if policy.newest_first else len(seq.tokens),
+            -seq.arrival,
+        ),
     )
 
 
-def gain(seq: Sequence, pool: KvPool) -> int:
-    """Blocks that parking it wins: those only it holds, and those its next step would have taken. Source: simulator."""
-    return pool.exclusive(seq.blocks) + missing(seq, pool)
+def gain(seq: Sequence, pool: KvPool, steps: int = 1) -> int:
+    """Blocks that parking it wins: those only it holds, and those its next `steps` would have taken. Source: simulator."""
+    return pool.exclusive(seq.blocks) + missing(seq, pool, steps)
 
 
-def missing(seq: Sequence, pool: KvPool) -> int:
-    """Blocks that its next step needs and it does not have: next token and drafts; a prefill's blocks are its own already."""
-    return max(0, pool.blocks_for(len(seq.tokens) + seq.draft) - len(seq.blocks))
+def enough(candidates: Iterable[Sequence], over: int, gain: Callable[[Sequence], int]) -> list[Sequence]:
+    """The first of the candidates that win `over` blocks together, or all that win any; then without those that a later, larger
+    one has made needless. Source: bug reports of neighbours (more parked than needed)."""
+    chosen: list[tuple[Sequence, int]] = []
+    for seq in candidates:
+        if over <= 0:
+            break
+        if (won := gain(seq)) > 0:
+            over -= won
+            chosen.append((seq, won))
+    needed = []
+    for seq, won in reversed(chosen):
+        if over + won <= 0:
+            over += won
+        else:
+            needed.append(seq)
+    return needed[::-1]
+
+
+def displaced_by(candidate: Sequence, running: Iterable[Sequence], class_of: ClassOf) -> list[Sequence]:
+    """Who may be parked so that this one can come in: those of a worse class, as submitted and as promoted, so that equals never
+    take turns. Not for one that is exhausted, which needs the device alone. Source: simulator."""
+    if exhausted(candidate):
+        return []
+    number = class_of(candidate)
+    return [seq for seq in running if seq.priority > candidate.priority and class_of(seq) > number]
 
 
 # coming in -------------------------------------------------------------------------------------------------------------
@@ -80,6 +131,19 @@ def claim_cells(seq: Sequence, limits: Limits) -> int:
     """Cells it claims at once when it comes in: all it knows, the next token and the drafts. A resuming recompute is charged its
     whole replay, or the next one would be promised the same cells. Sources: watermark, recompute."""
     return min(len(seq.tokens) + 1 + limits.draft_max, limits.sequence_cells)
+
+
+def entry_cells(seq: Sequence, limits: Limits, steps: int) -> int:
+    """Cells there must be room for when it comes in: what it claims, and what its first `steps` will take."""
+    return max(claim_cells(seq, limits), len(seq.tokens) + min(steps, seq.remaining) - 1)
+
+
+def entry_terms(seq: Sequence, policy: Policy) -> tuple[int, int]:
+    """(steps, line): it comes in if with the growth of that many steps no more blocks than that are used. After a forced park as
+    soon as nobody would be parked for it. Source: watermark."""
+    if seq.state is State.PARKED and seq.kind == "forced":
+        return policy.park_ahead, policy.park_line
+    return policy.enter_ahead, policy.enter_line
 
 
 def findable(seq: Sequence, limits: Limits) -> int:
@@ -91,23 +155,19 @@ def findable(seq: Sequence, limits: Limits) -> int:
     return cells // limits.block_size if limits.reuse else 0
 
 
-def resume_order(parked: Iterable[Sequence], class_of: ClassOf, order: str) -> list[Sequence]:
-    """Those that may come back, first the one most often parked by pressure, then the longest parked; `head`: strictly by the
-    time of the park. A held one does not come back. Sources: both pages; head: a neighbour's simulation."""
-    eligible = [seq for seq in parked if not seq.held]
-    if order == "head":
-        return sorted(eligible, key=lambda seq: (class_of(seq), seq.wants_since, seq.arrival))
-    return sorted(eligible, key=lambda seq: (class_of(seq), -seq.pressure_parks, seq.wants_since, seq.arrival))
-
-
-def resume_line(seq: Sequence, limits: Limits) -> int:
-    """Used blocks up to which it comes back: LOW; after a forced park as soon as it fits, which is HIGH. Source: watermark."""
-    return limits.high_blocks if seq.kind == "forced" else limits.low_blocks
-
-
-def admission_line(limits: Limits) -> int:
-    """Used blocks up to which waiting ones come in: LOW as well. Up to HIGH, nearly each admission was a park at once."""
-    return limits.low_blocks
+def resume_order(parked: Iterable[Sequence], class_of: ClassOf, order: str, max_park_s: float, now: float) -> list[Sequence]:
+    """Those that may come back. First who has waited too long, then by class; in a class the one most often parked by pressure,
+    then the longest parked, or with `head` strictly by the time of the park. Sources: both pages; head: a neighbour's
+    simulation."""
+    most_parked = order == "most-parked"
+    return sorted(
+        (seq for seq in parked if not seq.held),
+        key=lambda seq: (
+            (0, 0, 0, seq.wants_since, seq.arrival)
+            if aged(seq, max_park_s, now)
+            else (1, class_of(seq), -seq.pressure_parks if most_parked else 0, seq.wants_since, seq.arrival)
+        ),
+    )
 
 
 def closes_admission(seq: Sequence, candidate_class: int, class_of: ClassOf) -> bool:

@@ -44,6 +44,8 @@ def load_of(book: Book, totals: Totals, now: float) -> SchedulerLoad:
             resumed=book.resumed,
             recomputed_tokens=totals.recomputed_tokens,
             denied=dict(book.denied),
+            parks=dict(book.parks),
+            stalled=book.stalled,
             steps=totals.steps,
             prefill_tokens=totals.prefill_tokens,
             drafted=list(totals.drafted),
@@ -96,4 +98,6 @@ def _slot(seq: Sequence, now: float) -> Slot:
         parked_ms=usage.parked_ms,
         drafted=seq.drafted,
         accepted=seq.accepted,
+        priority=seq.priority,
+        held="explicit" in seq.held,
     )

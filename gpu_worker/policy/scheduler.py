@@ -1,9 +1,11 @@
 """Scheduler: events in, plans out. Every decision of the worker is made here, between two steps, and nowhere else."""
 
+from collections.abc import Iterable
 from itertools import chain
 
 from gpu_worker.policy import drafting, preemption
 from gpu_worker.policy.book import Book
+from gpu_worker.policy.entry import Entry
 from gpu_worker.policy.events import (
     CancelRequested,
     Emit,
@@ -24,6 +26,7 @@ from gpu_worker.policy.events import (
 )
 from gpu_worker.policy.limits import Limits
 from gpu_worker.policy.plan import growing, rows_of
+from gpu_worker.policy.policies import policy_of
 from gpu_worker.policy.report import SchedulerLoad, Totals, load_of
 from gpu_worker.policy.sequence import Sequence, State, sequence_of, usage_of
 from wire.messages import Submit
@@ -38,7 +41,9 @@ class Scheduler:
 
     def __init__(self, limits: Limits) -> None:
         self.limits = limits
+        self.policy = policy_of(limits)
         self.book = Book(limits)
+        self.entry = Entry(self.book, self.policy)
         self.totals = Totals(drafted=[0] * limits.draft_max, accepted=[0] * limits.draft_max)
         self._in_step: dict[str, Row] = {}
         self._epoch = 0
@@ -177,7 +182,11 @@ class Scheduler:
             else:
                 self._advance(seq, row, result, now)
         for request_id in step:  # left out of the results: fed again
-            self._reap(self.sequences[request_id], now)
+            seq = self.sequences[request_id]
+            seq.restarts += 1
+            self._reap(seq, now)
+            if not seq.cancelled and preemption.stalled(seq):
+                self.book.end_stalled(seq, now)
 
     def _advance(self, seq: Sequence, row: Row, result: RowResult, now: float) -> None:
         """`computed` catches up with `tokens`; drawn tokens are cut, delivered and may end the sequence."""
@@ -204,6 +213,7 @@ class Scheduler:
 
     def _after_tokens(self, seq: Sequence, now: float) -> None:
         seq.replaying = False
+        seq.restarts = 0
         known = len(seq.tokens)
         if seq.tokens[-1] in seq.end_tokens and known > seq.min_len:
             self.book.finish(seq, "stop", now)  # wins over a park
@@ -259,19 +269,16 @@ class Scheduler:
         if self.limits.draft_max:
             drafting.assign(book.running.values(), self.limits)
         short = growing(book.running.values(), self.limits.block_size) if book.running else []
-        stalled: list[Sequence] = []
-        demand = self._demand(short) if short else 0
-        if short and book.pool.used + demand > self.limits.high_blocks:
+        ahead = short if self.policy.park_ahead == 1 else book.running.values()
+        if ahead and self._shortfall(ahead) > 0:
             short = self._relieve(short, now)
-            demand = self._demand(short)
         if book.changed:
             book.changed = False
-            self._resume(demand, now)
-            self._admit(demand, now)
+            self.entry.let_in(self._class_of, now)
+            short = [seq for seq in short if seq.state is State.RUNNING]  # one may have been parked for a better class
             if self.limits.draft_max:
                 drafting.share_rows(book.running.values(), self.limits)
-        if short:
-            stalled = self._grow(short, demand, now)
+        stalled = self._grow(short, now) if short else []
         rows = rows_of(book.running.values(), stalled, self.limits.step_budget, self._rank) if book.running else []
         if rows:
             self._epoch += 1
@@ -285,10 +292,16 @@ class Scheduler:
     def _rank(self, seq: Sequence) -> tuple[int, int]:
         return self._class_of(seq), seq.arrival
 
-    def _demand(self, short: list[Sequence]) -> int:
-        """Blocks that the next step of everything running takes; prompts and replays have claimed theirs."""
+    def _growth(self, sequences: Iterable[Sequence], steps: int = 1) -> int:
+        """Blocks that the next `steps` of these take; prompts and replays have claimed theirs."""
         pool = self.book.pool
-        return sum(preemption.missing(seq, pool) for seq in short)
+        return sum(preemption.missing(seq, pool, steps) for seq in sequences)
+
+    def _shortfall(self, running: Iterable[Sequence]) -> int:
+        """Blocks that are to be won back, or 0 or less. `running`: all that may grow."""
+        policy, book = self.policy, self.book
+        growth = self._growth(running, policy.park_ahead)
+        return preemption.shortfall(book.pool, growth, book.parking.values(), policy.park_line)
 
     def _park_requested(self, now: float) -> None:
         """Explicit and forced parks take anybody, the largest and the only one too, and count toward no bound."""
@@ -303,67 +316,27 @@ class Scheduler:
                 self._to_park[request_id] = kind
 
     def _relieve(self, short: list[Sequence], now: float) -> list[Sequence]:
-        """Keep the next step at or below HIGH: give up drafts, then park. Returns those that still need blocks."""
-        book, limits = self.book, self.limits
-        if self._shortfall(short) <= 0:
-            return short  # parks under way will make room
+        """Keep what the next steps take within the line: give up drafts, then park. Returns those that still need blocks."""
+        book, policy, limits = self.book, self.policy, self.limits
         for seq in short:
             drafting.cut_to(seq, book.pool.blocks_for(len(seq.tokens)), limits.block_size)
-        short = growing(short, limits.block_size)
-        over = self._shortfall(short)
-        if over <= 0 or limits.policy == "off":
-            return short
-        keep = preemption.protected(chain(book.running.values(), book.resuming.values()), self._class_of)
-        for seq in preemption.victims(book.running.values(), keep, self._class_of):
-            if over <= 0:
-                break
-            if (won := preemption.gain(seq, book.pool)) > 0:
-                over -= won
-                book.park(seq, "pressure", now)
-        return [seq for seq in short if seq.state is State.RUNNING]
+        over = self._shortfall(book.running.values())
+        if over > 0 and policy.parks:
+            keep = preemption.protected(chain(book.running.values(), book.resuming.values()), self._class_of)
+            others = (seq for seq in book.running.values() if seq is not keep)
+            self._park_enough(preemption.victims(others, self._class_of, policy, limits.protect_after), over, now)
+        return growing((seq for seq in short if seq.state is State.RUNNING), limits.block_size)
 
-    def _shortfall(self, short: list[Sequence]) -> int:
-        book = self.book
-        return preemption.shortfall(book.pool, self._demand(short), book.parking.values(), self.limits.high_blocks)
+    def _park_enough(self, candidates: list[Sequence], over: int, now: float) -> None:
+        steps, pool = self.policy.park_ahead, self.book.pool
+        for seq in preemption.enough(candidates, over, lambda seq: preemption.gain(seq, pool, steps)):
+            self.book.park(seq, "pressure", now)
 
-    def _resume(self, demand: int, now: float) -> None:
-        """Bring parked ones back while they fit. The next step of everything running is counted first."""
-        book = self.book
-        if not book.parked or self._exhausted_on_device():
-            return
-        for seq in preemption.resume_order(book.parked.values(), self._class_of, self.limits.resume_order):
-            alone = not book.on_device
-            if book.free_slots <= 0 or (preemption.exhausted(seq) and not alone):
-                return
-            if alone or book.pool.used + demand + book.cost(seq) <= preemption.resume_line(seq, self.limits):
-                book.resume(seq, now)
-                if preemption.exhausted(seq):
-                    return
-            elif self.limits.resume_order == "head":
-                return
-
-    def _admit(self, demand: int, now: float) -> None:
-        """Let waiting ones in, in order, while they fit and nobody parked comes before them."""
-        book = self.book
-        if self._exhausted_on_device():
-            return
-        while book.free_slots > 0 and (seq := book.waiting.first(self._class_of)) is not None:
-            number = self._class_of(seq)
-            away = chain(book.parked.values(), book.parking.values())
-            if any(preemption.closes_admission(other, number, self._class_of) for other in away):
-                return
-            if book.on_device and book.pool.used + demand + book.cost(seq) > preemption.admission_line(self.limits):
-                return
-            book.admit(seq, now)
-
-    def _exhausted_on_device(self) -> bool:
-        return any(preemption.exhausted(seq) for seq in chain(self.book.running.values(), self.book.resuming.values()))
-
-    def _grow(self, short: list[Sequence], demand: int, now: float) -> list[Sequence]:
+    def _grow(self, short: list[Sequence], now: float) -> list[Sequence]:
         """Give blocks to those that need them. If there are not enough, the protected one comes first and the rest sit out: a
         park or a load under way will make room. Without parking (`off`) they fail. Returns those without room."""
         book = self.book
-        if demand <= book.pool.available:
+        if self._growth(short) <= book.pool.available:
             for seq in short:
                 book.grow(seq)
             return []
@@ -373,7 +346,7 @@ class Scheduler:
                 drafting.cut_to(seq, book.pool.blocks_for(len(seq.tokens)), self.limits.block_size)
             if preemption.missing(seq, book.pool) <= book.pool.available:
                 book.grow(seq)
-            elif self.limits.policy == "off":
+            elif not self.policy.parks:
                 book.finish(seq, "error", now, self._full(seq), "kv_cache_full")
             else:
                 seq.draft = 0

@@ -71,6 +71,7 @@ class Sequence(Struct, eq=False, gc=False):
     held: set[str] = set()  # why it may not run: explicit, credit
     parks: int = 0
     pressure_parks: int = 0
+    restarts: int = 0  # times that it was recomputed, or fed again for want of a result, since its newest token
     promoted: int = 0  # classes gained by waiting
     parked_s: float = 0.0
     cached: int = 0

@@ -97,7 +97,7 @@ def test_a_denied_park_leaves_at_once_and_is_recomputed():
 
 
 def test_without_saves_nobody_asks_the_host_cache():
-    story = asked(save=False)
+    story = asked(park_mode="recompute")
     story.resume("a")
     story.step()
     assert not story.actions(Reserve)
@@ -301,7 +301,7 @@ def test_an_end_wins_over_a_forced_park():
 
 
 def test_a_forced_park_in_a_recompute_only_world_keeps_everything_whole():
-    story = Story(park_every=4, save=False, reuse=False, step_tokens=3, slots=1)
+    story = Story(park_every=4, park_mode="recompute", reuse=False, step_tokens=3, slots=1)
     story.submit("a", 9, max_tokens=10)
     story.until(lambda: story.state("a") == "gone")
     usage = story.ending("a").usage

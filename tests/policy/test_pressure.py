@@ -138,7 +138,7 @@ def test_the_next_steps_drafts_count_in_the_demand():
 def test_parked_three_times_is_passed_over_while_another_exists():
     story = crowded()
     story.step()
-    story["c"].pressure_parks = preemption.PASSED_OVER_AFTER
+    story["c"].pressure_parks = 3
     story.until(story.parked)
     assert story.parked() == ["b"]
 
@@ -148,7 +148,7 @@ def test_parked_three_times_is_a_victim_when_nobody_else_is_left():
     story.submit("a", 20)
     story.submit("b", 9)
     story.step()
-    story["b"].pressure_parks = preemption.PASSED_OVER_AFTER
+    story["b"].pressure_parks = 3
     story.until(story.parked)
     assert story.parked() == ["b"]
 
@@ -178,7 +178,8 @@ def test_a_replaying_one_is_passed_over_while_another_exists():
 def rank(story: Story) -> list:
     running = story.scheduler.book.running.values()
     keep = preemption.protected(running, lambda seq: seq.priority)
-    return preemption.victims(running, keep, lambda seq: seq.priority)
+    others = [seq for seq in running if seq is not keep]
+    return preemption.victims(others, lambda seq: seq.priority, story.scheduler.policy, protect_after=3)
 
 
 def test_one_still_in_its_prompt_may_be_a_victim():

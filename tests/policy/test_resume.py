@@ -2,6 +2,7 @@
 
 from gpu_worker.policy import preemption
 from gpu_worker.policy.events import LeaseGranted, Load, Loaded, Notify, ReleaseLease, Save, Saved
+from gpu_worker.policy.policies import high_line, low_line
 from gpu_worker.policy.scheduler import Limits
 from tests.policy.story import Story
 
@@ -23,7 +24,7 @@ def back(story: Story, *names: str) -> None:
 
 def test_low_is_at_least_one_block_below_high():
     limits = Limits(num_blocks=10, block_size=4, slots=1, max_context=40, high=94, low=94)
-    assert (limits.high_blocks, limits.low_blocks) == (9, 8)
+    assert (high_line(limits), low_line(limits)) == (9, 8)
 
 
 def test_the_most_often_parked_comes_back_first_then_the_longest_parked():

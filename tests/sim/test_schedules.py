@@ -33,7 +33,6 @@ def test_many_schedules_hold(first):
 def test_schedules_hold_when_pressure_may_park_only_a_few_times(bound, monkeypatch):
     """The rule for a sequence that pressure may not park again, far more often than it would come to it by itself."""
     monkeypatch.setattr(preemption, "EXHAUSTED_AFTER", bound)
-    monkeypatch.setattr(preemption, "PASSED_OVER_AFTER", 1)
     assert sweep(20_001, CHUNK)["pressure parks"] > 0
 
 
@@ -43,7 +42,7 @@ def test_a_seed_is_a_schedule():
 
 
 def test_a_failing_schedule_says_how_to_repeat_it(monkeypatch):
-    monkeypatch.setattr(preemption, "gain", lambda seq, pool: 1 // 0)
+    monkeypatch.setattr(preemption, "gain", lambda seq, pool, steps: 1 // 0)
     with pytest.raises(ZeroDivisionError) as caught:
         sweep(1, CHUNK)
     assert caught.value.__notes__[0].startswith("repeat it with: python -m sim --schedules 1 --seed ")

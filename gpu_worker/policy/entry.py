@@ -1,0 +1,116 @@
+"""Entry: who comes in now, parked or waiting, and who is parked to make room for it."""
+
+from collections.abc import Callable
+from itertools import chain
+
+from gpu_worker.policy import preemption
+from gpu_worker.policy.book import Book
+from gpu_worker.policy.policies import Policy
+from gpu_worker.policy.preemption import ClassOf
+from gpu_worker.policy.sequence import Sequence
+
+
+class Entry:
+    """Called when something has changed that may let somebody in."""
+
+    def __init__(self, book: Book, policy: Policy) -> None:
+        self.book = book
+        self.policy = policy
+        self.limits = book.limits
+        self._class_of: ClassOf = lambda seq: seq.priority
+        self._ahead: dict[int, int] = {}  # steps -> blocks that they take of all on the device; of this call
+
+    def let_in(self, class_of: ClassOf, now: float) -> None:
+        """Best class first, in a class parked before waiting. Parked ones of a class may pass each other, unless the order is
+        strict or one has waited too long; nobody else passes anybody."""
+        book, limits = self.book, self.limits
+        if self._exhausted_on_device():
+            return
+        self._class_of = class_of
+        self._ahead.clear()
+        passed = None
+        for seq in preemption.resume_order(book.parked.values(), self._class_of, limits.resume_order, limits.max_park_s, now):
+            aged = preemption.aged(seq, limits.max_park_s, now)
+            number = self._class_of(seq)
+            if passed is not None and number > passed or not (aged or self._admit(number, now)):
+                return
+            if preemption.stalled(seq):
+                book.end_stalled(seq, now)
+            elif self._fits(seq):
+                self._enter(seq, book.resume, now)
+                if preemption.exhausted(seq):
+                    return
+            elif self._make_room(seq, now) or aged or preemption.exhausted(seq) or limits.resume_order == "head":
+                return
+            elif book.free_slots <= 0:
+                return
+            else:
+                passed = number
+        if passed is None:
+            self._admit(None, now)
+
+    def _admit(self, below: int | None, now: float) -> bool:
+        """Let waiting ones of a class below `below` in, or of any, in order, while they fit. Parked ones that come before them are
+        back already; those that are still being parked would be the next. False if one of them has to wait."""
+        book = self.book
+        while (seq := book.waiting.first(self._class_of)) is not None:
+            number = self._class_of(seq)
+            if below is not None and number >= below:
+                return True
+            if any(preemption.closes_admission(other, number, self._class_of) for other in book.parking.values()):
+                return False
+            if not self._fits(seq):
+                self._make_room(seq, now)
+                return False
+            self._enter(seq, book.admit, now)
+        return True
+
+    def _fits(self, seq: Sequence) -> bool:
+        """Whether it may come in now; with nobody on the device in any case."""
+        book = self.book
+        if book.free_slots <= 0:
+            return False
+        if not book.on_device:
+            return True
+        return not preemption.exhausted(seq) and self._excess(seq) <= 0
+
+    def _excess(self, seq: Sequence) -> int:
+        """Blocks by which the line would be passed if it came in."""
+        book = self.book
+        steps, line = preemption.entry_terms(seq, self.policy)
+        if steps not in self._ahead:
+            here = chain(book.running.values(), book.resuming.values())
+            self._ahead[steps] = sum(preemption.missing(other, book.pool, steps) for other in here)
+        return book.pool.used + self._ahead[steps] + book.cost(seq, steps) - line
+
+    def _enter(self, seq: Sequence, enter: Callable[[Sequence, float], None], now: float) -> None:
+        enter(seq, now)
+        for steps in self._ahead:
+            self._ahead[steps] += preemption.missing(seq, self.book.pool, steps)
+
+    def _make_room(self, seq: Sequence, now: float) -> bool:
+        """Park those of a worse class for it, if that is enough. True if it can come in when they have left."""
+        book = self.book
+        if not self.policy.parks:
+            return False
+        leaving = book.parking.values()
+        over = self._excess(seq) - sum(book.pool.exclusive(other.blocks) for other in leaving)
+        seats = 1 - book.slots_to_come
+        if over <= 0 and seats <= 0:
+            return bool(leaving)
+        worse = preemption.displaced_by(seq, book.running.values(), self._class_of)
+        order = preemption.victims(worse, self._class_of, self.policy, self.limits.protect_after)
+        steps, _ = preemption.entry_terms(seq, self.policy)
+        chosen = preemption.enough(order, over, lambda other: preemption.gain(other, book.pool, steps))
+        chosen += [other for other in order if other not in chosen][: max(0, seats - len(chosen))]
+        won = sum(preemption.gain(other, book.pool, steps) for other in chosen)
+        alone = len(chosen) == len(book.running) and not book.resuming
+        if len(chosen) < seats or (won < over and not alone):
+            return False
+        for other in chosen:
+            book.park(other, "pressure", now)
+        return bool(chosen)
+
+    def _exhausted_on_device(self) -> bool:
+        """Nobody joins one that pressure may not park again."""
+        return any(preemption.exhausted(seq) for seq in chain(self.book.running.values(), self.book.resuming.values()))
