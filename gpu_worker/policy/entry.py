@@ -31,6 +31,7 @@ class Entry:
         passed = None
         for seq in preemption.resume_order(book.parked.values(), self._class_of, limits.resume_order, limits.max_park_s, now):
             aged = preemption.aged(seq, limits.max_park_s, now)
+            strict = aged or limits.resume_order == "head"
             number = self._class_of(seq)
             if passed is not None and number > passed or not (aged or self._admit(number, now)):
                 return
@@ -40,9 +41,7 @@ class Entry:
                 self._enter(seq, book.resume, now)
                 if preemption.exhausted(seq):
                     return
-            elif self._make_room(seq, now) or aged or preemption.exhausted(seq) or limits.resume_order == "head":
-                return
-            elif book.free_slots <= 0:
+            elif self._make_room(seq, now) or strict or preemption.exhausted(seq) or book.free_slots <= 0:
                 return
             else:
                 passed = number
@@ -50,8 +49,8 @@ class Entry:
             self._admit(None, now)
 
     def _admit(self, below: int | None, now: float) -> bool:
-        """Let waiting ones of a class below `below` in, or of any, in order, while they fit. Parked ones that come before them are
-        back already; those that are still being parked would be the next. False if one of them has to wait."""
+        """Let waiting ones of a class below `below` in, or of any, in order, while they fit. Parked ones that come before them
+        are back already; those that are still being parked would be the next. False if one of them has to wait."""
         book = self.book
         while (seq := book.waiting.first(self._class_of)) is not None:
             number = self._class_of(seq)
