@@ -49,8 +49,17 @@ class Worker:
 
     @property
     def busy(self) -> int:
-        """Sequences that hold a seat of the batch."""
-        return sum(request.parked_at is None for request in self.assigned.values()) + len(self.stale)
+        """Seats of the batch that are taken, or will be."""
+        return sum(map(self._wants_seat, self.assigned.values())) + len(self.stale)
+
+    def has_seat(self, priority: int) -> bool:
+        """Whether one more of this class may be given to it. It parks those of a worse class for it, so they count for nothing."""
+        before = [request for request in self.assigned.values() if request.priority <= priority]
+        return sum(map(self._wants_seat, before)) + len(self.stale) < self.hello.slots
+
+    def _wants_seat(self, request: Request) -> bool:
+        """Neither parked nor set aside before it ever ran."""
+        return request.parked_at is None and not (request.is_paused and request.request_id in self.starting)
 
     @property
     def waiting(self) -> int:
@@ -59,7 +68,7 @@ class Worker:
 
     @property
     def running(self) -> int:
-        return self.busy - len(self.stale) - self.waiting
+        return sum(request.parked_at is None for request in self.assigned.values()) - self.waiting
 
     @property
     def lost_s(self) -> float:
@@ -74,7 +83,8 @@ class Worker:
         return not self.lost and now - self.progress_at < self.lost_s
 
     def takes_work(self, now: float) -> bool:
-        if self.lost or self.busy >= self.hello.slots:
+        """Whether it may be given anything now. Who has a seat there is another question."""
+        if self.lost:
             return False
         if self.has_work() and now - self.progress_at >= SUSPECT_S:
             return False
@@ -157,13 +167,19 @@ class Fleet:
             del self._gone[next(iter(self._gone))]
 
     def choose(self, request: Request, takers: list[Worker]) -> Worker | None:
-        """The taker with most free cells; a sibling's worker first, because it will have computed the prompt."""
+        """A sibling's worker first, because it will have computed the prompt; then one where nobody loses his seat for it; then
+        the one with most free cells. That there are too few is no bar: what it may displace is for the worker to decide."""
         able = [worker for worker in takers if worker.may_take(request)]
         sibling = request.generate.sibling_of
-        return max(able, key=lambda worker: (sibling in worker.assigned, worker.free_cells), default=None)
 
-    def takers(self, now: float) -> list[Worker]:
-        return [worker for worker in self.workers.values() if worker.takes_work(now)]
+        def liking(worker: Worker) -> tuple[bool, bool, int]:
+            return sibling in worker.assigned, worker.busy < worker.hello.slots, worker.free_cells
+
+        return max(able, key=liking, default=None)
+
+    def takers(self, priority: int, now: float) -> list[Worker]:
+        """Those that may be given a request of this class."""
+        return [worker for worker in self.workers.values() if worker.takes_work(now) and worker.has_seat(priority)]
 
     def forgive(self, stall_s: float) -> None:
         """We stood still for so long; what the workers said meanwhile has not been read yet."""

@@ -177,7 +177,7 @@ class Ledger:
             return messages.Rejected(generate.request_id, "duplicate_id", "a request with this id is still alive")
         if self.draining:
             return messages.Rejected(generate.request_id, "draining", "the server is stopping")
-        may_start = not len(self._queue) and bool(self.fleet.takers(now))
+        may_start = not self._queue.has_before(generate.priority) and bool(self.fleet.takers(generate.priority, now))
         return refusal(generate, self.fleet, self._queue, self.max_queued, may_start)
 
     def _cancel(self, request: Request, now: float) -> None:
@@ -276,19 +276,19 @@ class Ledger:
     # queue ------------------------------------------------------------------------------------------------------------
     def _dispatch(self, now: float) -> None:
         """Hand out the queue, in order, as far as there are seats. Who fits nobody with a seat lets the others pass."""
-        if not len(self._queue):
-            return
-        takers = self.fleet.takers(now)
+        takers: list[Worker] = []
+        asked = None
         for request in self._queue:
-            if not takers:
-                break
             if request.is_paused:
                 continue
+            if asked != (asked := (request.started, request.priority)):
+                takers = self.fleet.takers(request.priority, now)
+            if not takers and not request.started:
+                break  # who comes behind it is of no better class
             worker = self.fleet.choose(request, takers)
             if worker is not None:
                 self._submit(worker, request, now)
-                if not worker.takes_work(now):
-                    takers.remove(worker)
+                takers = self.fleet.takers(request.priority, now)
             elif request.is_suspect:
                 break  # it needs a worker alone; who passed it would keep them all busy
 

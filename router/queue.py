@@ -21,6 +21,10 @@ class Queue:
         """In order; the queue may change meanwhile."""
         return iter(self._requests[:])
 
+    def has_before(self, priority: int) -> bool:
+        """Whether anybody in it comes before a new request of this class."""
+        return bool(self._requests) and _order(self._requests[0])[:2] <= (True, priority)
+
     def add(self, request: Request) -> None:
         insort(self._requests, request, key=_order)
         self._count(request, 1)
@@ -39,4 +43,4 @@ class Queue:
 
 
 def _order(request: Request) -> tuple[bool, int, int]:
-    return (not request.started, request.generate.priority, request.arrival)
+    return (not request.started, request.priority, request.arrival)

@@ -47,6 +47,11 @@ class Request:
         return self.generate.request_id
 
     @property
+    def priority(self) -> int:
+        """Its class: a lower number is more important."""
+        return self.generate.priority
+
+    @property
     def prompt_tokens(self) -> int:
         return len(self.generate.prompt_token_ids)
 

@@ -218,6 +218,66 @@ def test_the_queue_is_served_by_class_then_by_arrival():
     assert scene.submitted_ids() == ["c", "a", "d", "b"]
 
 
+def test_a_better_class_is_sent_to_a_full_worker_but_no_more_of_it_than_there_are_seats():
+    scene = Scene()
+    scene.hello(slots=2)
+    for request_id in ("low0", "low1", "low2"):
+        scene.ask(request_id, priority=10)
+    assert scene.submitted_ids() == ["low0", "low1"]
+    for request_id, priority in (("high0", 0), ("middle", 5), ("high1", 0), ("high2", 0), ("top", -1)):
+        scene.ask(request_id, priority=priority)
+    assert scene.submitted_ids() == ["high0", "middle", "high1", "top"]
+    scene.worker(W, Notice("high0", "parked"))  # displaced; one of its class and one of a better class have the seats
+    assert scene.submitted_ids() == []
+    scene.finished("top")
+    assert scene.submitted_ids() == ["high2"]
+
+
+def test_a_full_pool_is_no_bar_to_a_better_class():
+    scene = Scene()
+    scene.hello()
+    scene.ask("low", priority=1, prompt=2000)
+    scene.load(cells=PoolCells(active=2048))
+    scene.ask("high", prompt=1000)
+    assert scene.submitted_ids() == ["low", "high"]
+
+
+def test_a_better_class_goes_where_it_takes_nobodys_seat():
+    scene = Scene()
+    scene.hello(b"cpu0-1-a", slots=1)
+    scene.ask("low", priority=1)
+    scene.hello(b"cpu1-1-a", slots=1)
+    scene.load(b"cpu0-1-a", cells=PoolCells(free=2000))
+    scene.load(b"cpu1-1-a", cells=PoolCells(free=1000))
+    scene.ask("high")
+    assert scene.submitted_ids(b"cpu1-1-a") == ["high"]
+
+
+def test_a_replayed_one_of_a_worse_class_does_not_hold_up_a_better_class():
+    scene = Scene()
+    scene.hello(slots=1)
+    scene.ask("low", priority=1)
+    scene.lose_worker()
+    scene.hello(b"cpu1-1-a", slots=1)
+    assert scene.submitted_ids(b"cpu1-1-a") == ["low"]
+    scene.ask("low too", priority=1)
+    scene.hello(b"cpu2-1-a", slots=1)
+    scene.lose_worker(b"cpu1-1-a")
+    assert scene.submitted_ids(b"cpu2-1-a") == ["low too"]
+    scene.ask("high")
+    assert scene.submitted_ids(b"cpu2-1-a") == ["high"]
+
+
+def test_a_full_queue_of_a_worse_class_refuses_nobody_who_could_start():
+    scene = Scene(max_queued=1)
+    scene.hello(slots=1)
+    for request_id in ("low", "queued"):
+        scene.ask(request_id, priority=1)
+    assert scene.ask("refused", priority=1)[0].code == "queue_full"
+    assert isinstance(scene.ask("high")[0], Accepted)
+    assert scene.ask("high too")[0].code == "queue_full"
+
+
 def test_parked_sequences_give_their_seat_to_the_queue():
     scene = Scene()
     scene.hello(slots=1)

@@ -63,9 +63,9 @@ def test_a_goodbye_is_a_loss_without_waiting():
 
 def test_replayed_requests_go_first_in_the_order_of_their_arrival():
     scene = running_scene(3, slots=3)
+    scene.lose_worker()
     scene.ask("urgent", priority=-5)
     scene.ask("patient")
-    scene.lose_worker()
     scene.hello(NEXT, slots=8)
     assert scene.submitted_ids(NEXT) == ["r0", "r1", "r2", "urgent", "patient"]
 
