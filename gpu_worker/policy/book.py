@@ -6,9 +6,12 @@ Each transition is one method that leaves the book whole and says in `actions` w
 import heapq
 from collections import Counter, deque
 
+from msgspec.structs import replace
+
 from gpu_worker.policy import preemption
 from gpu_worker.policy.events import Action, Finish, Load, Notify, ReleaseLease, Reserve, Save
 from gpu_worker.policy.limits import Limits
+from gpu_worker.policy.park_cost import ParkCost
 from gpu_worker.policy.pool import KvPool
 from gpu_worker.policy.sequence import Sequence, State, chain, pause_s, usage_of
 from gpu_worker.policy.waiting import Waiting
@@ -19,6 +22,7 @@ class Book:
     def __init__(self, limits: Limits) -> None:
         self.limits = limits
         self.pool = KvPool(limits.num_blocks, limits.block_size)
+        self.park_cost = ParkCost(limits)
         self.actions: list[Action] = []
         self.changed = False  # something happened that may let a parked or waiting sequence in
 
@@ -182,10 +186,13 @@ class Book:
         self.pool.release(seq.blocks[image_blocks:])
         del seq.blocks[image_blocks:]
         self._move(seq, State.PARKING)
-        if seq.computed and self.limits.park_mode != "recompute":
+        seq.choice = self.park_cost.choose(kind, seq.computed, image_blocks)
+        if seq.choice.mode == "save":
             self._last_ask += 1
             seq.ask = self._last_ask
             self._asks[seq.ask] = seq
+            seq.image_bytes = self.park_cost.image_bytes(image_blocks)
+            self.park_cost.asked(seq.ask, seq.image_bytes)
             self.actions.append(Reserve(seq.ask, seq.request_id, image_blocks))
         else:
             self._leave_device(seq, now)
@@ -207,6 +214,7 @@ class Book:
         if seq is not None:
             seq.ask = 0
             self.denied[reason] += 1
+            seq.choice = replace(seq.choice, mode="recompute", reason=f"denied_{reason}")
             self._leave_device(seq, now)
 
     def saved(self, seq: Sequence, ok: bool, now: float) -> None:
@@ -214,6 +222,8 @@ class Book:
         seq.copying = False
         if not ok:
             self._drop_lease(seq)
+        if seq.lease is None:
+            seq.choice = replace(seq.choice, mode="recompute", reason="copy_failed")
         self._leave_device(seq, now)
 
     def _leave_device(self, seq: Sequence, now: float) -> None:
@@ -223,8 +233,9 @@ class Book:
         self._move(seq, State.PARKED)
         if seq.lease is None:
             seq.computed = 0
-        mode = "recompute" if seq.lease is None else "save"
-        self.actions.append(Notify(seq.request_id, "parked", seq.kind, mode, 0, usage_of(seq, now)))
+        choice = seq.choice
+        self.parks[f"{choice.mode} {choice.reason}"] += 1
+        self.actions.append(Notify(seq.request_id, "parked", seq.kind, choice.mode, 0, usage_of(seq, now), choice.reason, choice))
 
     def _give_back_blocks(self, seq: Sequence) -> None:
         self.pool.release(seq.blocks)
@@ -234,6 +245,7 @@ class Book:
     def _drop_lease(self, seq: Sequence) -> None:
         if seq.lease is not None:
             self.actions.append(ReleaseLease(seq.lease))
+            self.park_cost.released(seq.image_bytes)
             seq.lease = None
 
     # resuming -------------------------------------------------------------------------------------------------------------
@@ -242,6 +254,7 @@ class Book:
         self._keep_promotion(seq, now)
         self._take_state(seq)
         found_cells = self._claim(seq)
+        self.park_cost.found(seq.choice.cells, found_cells)
         if seq.lease is not None and found_cells < seq.computed:
             first = seq.published
             seq.copying = True
@@ -265,6 +278,7 @@ class Book:
     def _run_again(self, seq: Sequence, mode: str, now: float) -> None:
         self._drop_lease(seq)
         pause = pause_s(seq, now)
+        self.park_cost.came_back(seq.kind, pause)
         seq.parked_s += pause
         seq.replaying = seq.computed < seq.high_computed
         seq.restarts += seq.replaying and seq.kind != "explicit"
@@ -274,6 +288,7 @@ class Book:
 
     def leases_lost(self, now: float) -> None:
         """The host cache is gone. Who waits for its answer is denied; a copy under way still ends with its own event."""
+        self.park_cost.lost()
         for seq in self.sequences.values():
             seq.lease = None
             if seq.state is State.PARKED:

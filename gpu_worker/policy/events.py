@@ -52,19 +52,21 @@ class StepDone(Value):
 
 
 class LeaseGranted(Value):
-    """`fill`: the share of the budget that is in use after it, 0 to 1."""
+    """`fill`: the share of the budget of `budget_bytes` that is in use after it, 0 to 1."""
 
     ask: int
     lease: int
     fill: float = 0.0
+    budget_bytes: int = 0  # 0: not told
 
 
 class LeaseDenied(Value):
-    """Also the answer to a deadline that passed, or to no host cache at all."""
+    """Also the answer to a deadline that passed, or to no host cache at all: then nothing is told of the budget."""
 
     ask: int
     reason: str
     fill: float = 0.0
+    budget_bytes: int = 0
 
 
 class Saved(Value):
@@ -105,6 +107,21 @@ Event = (
 
 
 # actions --------------------------------------------------------------------------------------------------------------
+class Choice(Value):
+    """How the cells of one park are kept, why, and what it was decided on (0 where that was not asked): see park_cost.py."""
+
+    mode: Literal["save", "recompute"]
+    reason: str
+    cells: int = 0
+    nbytes: int = 0
+    copy_s: float = 0.0
+    recompute_s: float = 0.0
+    stay_s: float = 0.0
+    fill: float = 0.0  # of the budget, with this image
+    worth: float = 0.0  # seconds won per byte and second in the budget
+    price: float = 0.0  # what they must be
+
+
 class Reserve(Value):
     """Ask for a lease on `num_blocks` blocks, and the state if the model has one; answered by exactly one LeaseGranted or
     LeaseDenied, or by HostCacheLost."""
@@ -155,6 +172,7 @@ class Notify(Value):
     parked_ms: int
     usage: Usage
     reason: str = ""  # why its cells were saved, or not; of a park
+    choice: Choice | None = None  # the same with its numbers
 
 
 class Finish(Value):

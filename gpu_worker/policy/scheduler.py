@@ -73,8 +73,8 @@ class Scheduler:
         """Take in what has happened. Answers come with the next plan."""
         self.now = now
         match event:
-            case StepDone(rows, epoch):
-                self._step_done(rows, epoch, now)
+            case StepDone(rows, epoch, seconds):
+                self._step_done(rows, epoch, seconds, now)
             case Submitted(submit):
                 self._submitted(submit, now)
             case CancelRequested(request_id):
@@ -87,13 +87,17 @@ class Scheduler:
             case ResumeRequested(request_id, reason):
                 if seq := self.sequences.get(request_id):
                     self._let_go(seq, reason)
-            case LeaseGranted(ask, lease):
+            case LeaseGranted(ask, lease, fill, budget_bytes):
+                self.book.park_cost.answered(ask, fill, budget_bytes)
                 self.book.granted(ask, lease)
-            case LeaseDenied(ask, reason):
+            case LeaseDenied(ask, reason, fill, budget_bytes):
+                self.book.park_cost.answered(ask, fill, budget_bytes)
                 self.book.refused(ask, reason, now)
-            case Saved(request_id, ok):
+            case Saved(request_id, ok, nbytes, seconds):
+                self.book.park_cost.saved(nbytes, seconds)
                 self._copied(request_id, State.PARKING, ok, now)
-            case Loaded(request_id, ok):
+            case Loaded(request_id, ok, nbytes, seconds):
+                self.book.park_cost.loaded(nbytes, seconds)
                 self._copied(request_id, State.RESUMING, ok, now)
             case HostCacheLost():
                 self.book.leases_lost(now)
@@ -164,10 +168,12 @@ class Scheduler:
             self.book.finish(seq, "cancelled", now)
 
     # results of a step ----------------------------------------------------------------------------------------------------
-    def _step_done(self, results: list[RowResult], epoch: int, now: float) -> None:
+    def _step_done(self, results: list[RowResult], epoch: int, seconds: float, now: float) -> None:
         """Apply each result once; those of a forgotten plan not at all."""
         if epoch != self._epoch or not self._in_step:
             return
+        if seconds and self.limits.park_mode == "auto":
+            self.book.park_cost.stepped(self._in_step.values(), seconds)
         step, self._in_step = self._in_step, {}
         self.totals.steps += 1
         for result in results:

@@ -4,6 +4,7 @@ import enum
 
 from msgspec import Struct
 
+from gpu_worker.policy.events import Choice
 from gpu_worker.policy.limits import Limits
 from gpu_worker.policy.pool import ROOT, block_digest
 from wire.messages import ParkKind, Sampling, Submit, Usage
@@ -63,9 +64,11 @@ class Sequence(Struct, eq=False, gc=False):
     next_forced_len: int = 0  # at as many tokens it is parked by force; 0: never
 
     lease: int | None = None
+    image_bytes: int = 0  # that its lease holds, or its Reserve asks for
     ask: int = 0  # the Reserve that is not answered yet; 0: none
     copying: bool = False  # a copy touches its blocks: they may not change hands
     kind: ParkKind = "pressure"  # of the park under way, or the last one
+    choice: Choice | None = None  # how its cells are kept, of the same
 
     cancelled: bool = False
     held: set[str] = set()  # why it may not run: explicit, credit
