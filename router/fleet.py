@@ -53,7 +53,7 @@ class Worker:
         return sum(map(self._wants_seat, self.assigned.values())) + len(self.stale)
 
     def has_seat(self, priority: int) -> bool:
-        """Whether one more of this class may be given to it. It parks those of a worse class for it, so they count for nothing."""
+        """Whether one more of this class may be given to it. It parks a worse class for it, so that counts for nothing."""
         before = [request for request in self.assigned.values() if request.priority <= priority]
         return sum(map(self._wants_seat, before)) + len(self.stale) < self.hello.slots
 

@@ -12,6 +12,7 @@ PROTOCOL = b"PK1"
 
 MAX_REQUEST_ID_CHARS = 64
 MAX_LOGPROBS = 20
+MAX_PRIORITY = 100  # and as far below 0
 
 RequestId = Annotated[str, Meta(min_length=1, max_length=MAX_REQUEST_ID_CHARS)]
 TokenId = Annotated[int, Meta(ge=0, le=2**31 - 1)]
@@ -119,7 +120,7 @@ class Generate(Message):
     stop_token_ids: Annotated[list[TokenId], Meta(max_length=1024)] = []
     ignore_eos: bool = False
     prompt_logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
-    priority: Annotated[int, Meta(ge=-100, le=100)] = 0  # class: a lower number is more important
+    priority: Annotated[int, Meta(ge=-MAX_PRIORITY, le=MAX_PRIORITY)] = 0  # class: a lower number is more important
     sibling_of: Annotated[str, Meta(max_length=MAX_REQUEST_ID_CHARS)] = ""  # starts once that one has computed the same prompt
 
 

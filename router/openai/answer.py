@@ -202,6 +202,7 @@ def _generate(answer_id: str, choice: Choice, params: Params) -> Generate:
         stop_token_ids=list(params.stop_token_ids),
         ignore_eos=params.ignore_eos,
         prompt_logprobs=params.logprobs if params.echo else None,
+        priority=params.priority,
         sibling_of=_request_id(answer_id, first) if of_prompt else "",
     )
 

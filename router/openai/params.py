@@ -10,7 +10,7 @@ from msgspec import Struct
 
 from router.openai.errors import invalid, unsupported
 from router.openai.schema import ChatMessage, ChatRequest, CompletionRequest, Number, Refused, Request, neutral
-from wire.messages import MAX_LOGPROBS, Sampling
+from wire.messages import MAX_LOGPROBS, MAX_PRIORITY, Sampling
 
 MAX_N = 128
 MAX_STREAMS = 1024  # prompts times n of one request
@@ -36,6 +36,7 @@ class Params(Struct, frozen=True):
     stop_token_ids: tuple[int, ...]
     include_stop: bool
     ignore_eos: bool
+    priority: int
     stream: bool
     include_usage: bool
     return_token_ids: bool
@@ -136,6 +137,7 @@ def _params(
         stop_token_ids=tuple(stop_ids),
         include_stop=bool(request.include_stop_str_in_output),
         ignore_eos=bool(request.ignore_eos),
+        priority=_optional_whole(request.priority, "priority", -MAX_PRIORITY, MAX_PRIORITY) or 0,
         stream=bool(request.stream),
         include_usage=_include_usage(request),
         return_token_ids=bool(request.return_token_ids),

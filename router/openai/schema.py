@@ -59,6 +59,7 @@ class Request(Refused, kw_only=True):
     max_tokens: Number | None = None
     min_tokens: Number | None = None
     seed: Number | None = None
+    priority: Number | None = None  # vLLM's: a lower one runs first
     temperature: float | None = None
     top_p: float | None = None
     top_k: Number | None = None

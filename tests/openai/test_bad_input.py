@@ -134,6 +134,11 @@ async def test_numbers_beyond_everything(adapter: Adapter, path: str, field: str
         ("modalities", ["text", "audio"]),
         ("store", True),
         ("ignore_eos", 1),
+        ("priority", 101),
+        ("priority", -101),
+        ("priority", 0.5),
+        ("priority", "high"),
+        ("priority", True),
         ("model", 5),
     ],
 )

@@ -216,6 +216,7 @@ async def test_parameters_reach_the_router(adapter: Adapter) -> None:
         "logit_bias": {"5": -100},
         "seed": -7,
         "ignore_eos": True,
+        "priority": -100.0,
         "user": "somebody",
         "metadata": {"a": "b"},
         "something_new": [1, {"deep": None}],
@@ -225,7 +226,7 @@ async def test_parameters_reach_the_router(adapter: Adapter) -> None:
     }
     assert (await adapter.http.post(PATH, json=body)).status_code == 200
     asked = adapter.router.asked
-    assert (asked.max_tokens, asked.min_tokens, asked.ignore_eos) == (5, 2, True)
+    assert (asked.max_tokens, asked.min_tokens, asked.ignore_eos, asked.priority) == (5, 2, True, -100)
     drawn = asked.sampling
     assert (drawn.temperature, drawn.top_k, drawn.min_p, drawn.repetition_penalty) == (0, 0, 0.1, 1.1)
     assert 0 < drawn.top_p < 1e-6
@@ -236,7 +237,7 @@ async def test_defaults(adapter: Adapter) -> None:
     adapter.say("Hello")
     await adapter.http.post(PATH, json={"messages": MESSAGES, "max_tokens": None, "temperature": None, "stop": None, "n": None})
     asked = adapter.router.asked
-    assert asked.max_tokens >= 2**31
+    assert (asked.max_tokens >= 2**31, asked.priority) == (True, 0)
     assert (asked.sampling.temperature, asked.sampling.seed, asked.sampling.logprobs) == (1.0, None, None)
 
 

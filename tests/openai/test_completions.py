@@ -41,13 +41,16 @@ async def test_stream(adapter: Adapter) -> None:
 )
 async def test_kinds_of_prompts(adapter: Adapter, prompt: object, num_prompts: int) -> None:
     adapter.say(" x", usage=Usage(cached_tokens=1, exact=True))
-    reply = (await adapter.http.post(PATH, json={"prompt": prompt, "n": 2, "seed": 1, "return_token_ids": True})).json()
+    reply = (
+        await adapter.http.post(PATH, json={"prompt": prompt, "n": 2, "seed": 1, "priority": 7, "return_token_ids": True})
+    ).json()
     asked = [stream.generate for stream in adapter.router.streams]
     assert [choice["index"] for choice in reply["choices"]] == list(range(2 * num_prompts))
     encode = adapter.serving.text.encode
     given = prompt if isinstance(prompt, list) and not isinstance(prompt[0], int) else [prompt]
     expected = [encode(one) if isinstance(one, str) else [int(i) for i in one] for one in given for _ in range(2)]
     assert [g.prompt_token_ids for g in asked] == expected
+    assert {g.priority for g in asked} == {7}
     assert [choice["prompt_token_ids"] for choice in reply["choices"]] == expected
     assert [bool(g.sibling_of) for g in asked] == [False, True] * num_prompts
     assert asked[1].sibling_of == asked[0].request_id
