@@ -10,12 +10,14 @@ import psutil
 import zmq
 from msgspec import Struct
 
+from gpu_worker import journal
 from gpu_worker.device.kv_cache import KvCache, block_bytes
 from gpu_worker.device.state_cache import state_bytes
 from gpu_worker.draft_cost import TOO_MUCH, draft_cost
 from gpu_worker.model.exactness import prove
 from gpu_worker.model.load import Model, available_processors, load_model
 from gpu_worker.parking import Parking
+from gpu_worker.policy.recording import Header
 from gpu_worker.policy.scheduler import Limits, Scheduler
 from gpu_worker.runner import Runner
 from gpu_worker.worker import Worker
@@ -50,7 +52,7 @@ def main(config: Config) -> int:
     )  # fmt: skip
     announce(hello)
     identity = f"{name}-{os.getpid()}-{secrets.token_hex(4)}"
-    scheduler = Scheduler(limits(config, files, model.spec, hello))
+    scheduler = make_scheduler(config, limits(config, files, model.spec, hello), hello)
     parking = Parking(kv, sockets.hostcache_path(config.run_dir), identity, time.monotonic)
     socket = sockets.dealer_socket(zmq.Context.instance(), sockets.worker_address(config.run_dir), identity.encode())
     worker = Worker(hello, socket, scheduler, Runner(model, kv), parking)
@@ -61,8 +63,25 @@ def main(config: Config) -> int:
     signal.signal(signal.SIGTERM, stop)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for `parkade serve`, which tells us
     notify("READY=1")
-    worker.run()
+    try:
+        worker.run()
+    finally:
+        if isinstance(scheduler, journal.JournaledScheduler):
+            scheduler.journal.close()
     return 0
+
+
+def make_scheduler(config: Config, limits: Limits, hello: Hello) -> Scheduler:
+    """The scheduler, with a journal where --journal names a file. ConfigError if that cannot be made."""
+    if not config.journal:
+        return Scheduler(limits)
+    path = journal.path_of(config.journal, hello.name, len(devices(config.device)))
+    try:
+        kept = journal.Journal(path, Header(limits, hello.name, hello.model, hello.dtype))
+    except OSError as error:
+        raise ConfigError(f"--journal {path}: {error.strerror}") from None
+    log.info("journal: %s; it holds prompts and texts", kept.path)
+    return journal.JournaledScheduler(limits, kept)
 
 
 class Draft(Struct, frozen=True):
@@ -136,6 +155,8 @@ def limits(config: Config, files: ModelFiles, spec: ModelSpec, hello: Hello) -> 
         eos_token_ids=files.eos_token_ids,
         exact=hello.exact,
         park_mode=config.park_mode if config.park_ram == "auto" or size_bytes(config.park_ram) > 0 else "recompute",
+        block_bytes=hello.pool_bytes * BLOCK_SIZE // hello.pool_cells,
+        state_bytes=hello.state_bytes,
     )
 
 

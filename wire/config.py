@@ -51,6 +51,7 @@ class Config(Struct, frozen=True, forbid_unknown_fields=True):
     device: Annotated[str, Meta(description="auto, cpu, or a comma list with one worker each, e.g. cpu,cpu")] = "auto"
     dtype: Annotated[Literal["auto", "bf16", "f32"], Meta(description="auto: 4-bit weights stay so, others are bf16")] = "auto"
     step_tokens: Annotated[int, Meta(ge=1, le=65536, description="tokens one step may feed: a prefill chunk")] = 256
+    journal: Annotated[str, Meta(description="file for all that a worker's scheduler hears and plans, prompts included")] = ""
     host: Annotated[str, Meta(description="address of the HTTP adapter")] = "127.0.0.1"
     port: Annotated[int, Meta(ge=0, le=65535, description="port of the HTTP adapter (0: a free one)")] = 8080
     run_dir: Annotated[str, Meta(description="folder of the sockets (default: a fresh one, mode 0700)")] = ""
