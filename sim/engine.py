@@ -1,0 +1,394 @@
+"""Engine: a trace through the real scheduler in virtual time, with the worker's loop, a host cache and the costs of its work.
+
+    figures = simulate(trace, limits_of(costs, ctx=8192, slots=8, policy="watermark"), costs, park_ram_bytes=1 << 30)
+
+It decides nothing. The loop is that of gpu_worker/worker.py: a plan, its actions, one step, a bounded piece of copying. Requests
+wait as the router lets them wait: one is sent while fewer than `slots` of its class or a better one are neither parked nor done.
+Text is made up so that two requests have a beginning in common exactly where one comes after the other.
+"""
+
+import heapq
+from collections import Counter
+from collections.abc import Callable, Iterable
+from math import inf
+from typing import Any
+
+from msgspec import Struct
+
+from gpu_worker.policy.events import (
+    Action,
+    Emit,
+    Event,
+    Finish,
+    LeaseDenied,
+    Load,
+    Notify,
+    Plan,
+    ReleaseLease,
+    Reserve,
+    RowResult,
+    Save,
+    StepDone,
+    Submitted,
+)
+from gpu_worker.policy.limits import Limits
+from gpu_worker.policy.scheduler import Scheduler
+from sim.copying import HostCache
+from sim.costs import CostModel, work_of
+from sim.figures import Figures
+from sim.jumps import steps_alike
+from sim.meter import Meter
+from sim.timeline import Moment, Timeline
+from sim.trace import Request
+from wire.messages import Generate, Sampling, Submit, Usage
+
+STUCK_AFTER_TURNS = 1000  # of the loop, without time going on
+
+_Text = tuple[tuple[int, int], ...]  # (marker, length): a marker that no other text has, then zeros
+_GREEDY = Sampling(temperature=0.0, seed=0)
+_NOTHING: list[int] = []
+
+
+class End(Struct, frozen=True):
+    """How one request has ended."""
+
+    request_id: str
+    at_s: float
+    reason: str
+    code: str
+    tokens: int
+    usage: Usage
+
+
+class _Live(Struct):
+    """A request from its arrival to its end."""
+
+    request: Request
+    number: int
+    arrival_s: float
+    text: _Text
+    tokens: int = 0
+    last_token_s: float = 0.0
+    parked_since: float | None = None
+    parked_for_router: bool = False  # it has heard of it
+
+
+class _Jump(Struct, frozen=True):
+    """The steps that were played as one: when they began and when the first of them ended."""
+
+    steps: int
+    first_token_s: float
+    last_token_s: float
+
+
+def limits_of(costs: CostModel, *, ctx: int, slots: int, max_context: int | None = None, **settings: Any) -> Limits:
+    """Limits as `parkade serve` makes them, for the model of these costs. `settings`: further fields of Limits."""
+    recurrent = costs.state_bytes > 0
+    return Limits(
+        num_blocks=max(1, ctx // costs.block_size),
+        block_size=costs.block_size,
+        slots=slots,
+        max_context=max_context or ctx,
+        reuse=settings.pop("reuse", not recurrent),
+        state_slots=slots + 2 if recurrent else None,
+        block_bytes=costs.block_bytes,
+        state_bytes=costs.state_bytes,
+        **settings,
+    )
+
+
+def simulate(
+    trace: Iterable[Request],
+    limits: Limits,
+    costs: CostModel,
+    park_ram_bytes: int,
+    *,
+    jump: bool = True,
+    on_end: Callable[[End], None] | None = None,
+    timeline: Timeline | None = None,
+) -> Figures:
+    """Play the trace to its end. `park_ram_bytes`: the budget of the host cache. `jump` False plays each step by itself, which
+    changes nothing but the time it takes. Limits with drafts are not simulated: ValueError."""
+    return Engine(trace, limits, costs, park_ram_bytes, jump, on_end, timeline).run()
+
+
+class Engine:
+    """One run. `now` is virtual seconds."""
+
+    def __init__(
+        self,
+        trace: Iterable[Request],
+        limits: Limits,
+        costs: CostModel,
+        park_ram_bytes: int,
+        jump: bool = True,
+        on_end: Callable[[End], None] | None = None,
+        timeline: Timeline | None = None,
+    ) -> None:
+        if limits.draft_max:
+            raise ValueError("drafts are not simulated: draft_max must be 0")
+        if limits.block_size != costs.block_size:
+            raise ValueError(f"the costs are those of blocks of {costs.block_size} cells, not {limits.block_size}")
+        self.limits = limits
+        self.costs = costs
+        self.scheduler = Scheduler(limits)
+        self.cache = HostCache(costs, park_ram_bytes)
+        self.now = 0.0
+        self._jumps = jump
+        self._on_end = on_end
+        self._timeline = timeline
+
+        requests = list(trace)
+        self._to_come = [(request.arrival_s, number, request) for number, request in enumerate(requests) if not request.after]
+        heapq.heapify(self._to_come)
+        self._after: dict[str, list[tuple[int, Request]]] = {}
+        for number, request in enumerate(requests):
+            if request.after:
+                self._after.setdefault(request.after, []).append((number, request))
+        self._texts: dict[str, _Text] = {}  # of those that somebody comes after, until then
+        self._queue: list[tuple[int, int, _Live]] = []  # at the router: priority, arrival, itself
+        self._arrivals = 0
+        self._live: dict[str, _Live] = {}
+        self._seated: Counter[int] = Counter()  # sent and not parked, as the router knows it, by priority
+        self._best = min((request.priority for request in requests), default=0)
+        self._inbox: list[Event] = []  # answers that the next turn hears
+
+        self._began_s = min((at for at, _, _ in self._to_come), default=0.0)
+        self._meter = Meter()
+        self._last = _Jump(1, 0.0, 0.0)
+
+    # the loop -------------------------------------------------------------------------------------------------------------
+    def run(self) -> Figures:
+        """Until every request has ended. RuntimeError if the scheduler leaves somebody behind for ever: that would be its bug."""
+        self.now = self._began_s
+        still = 0
+        while True:
+            before = self.now
+            self._arrive()
+            steps = self._prepare_jump() if self._jumps else 1
+            used = self.scheduler.book.pool.used
+            plan = self.scheduler.plan(self.now)
+            for action in plan.actions:
+                self._act(action)
+            step_s = self._step(plan, steps, used) if plan.rows else None
+            if self.cache.copying:
+                self._copy(step_s)
+            elif step_s is None and not plan.actions and not self._sleep():
+                break
+            if self._timeline is not None and self._timeline.due(self.now):
+                self._timeline.add(self._moment())
+            still = still + 1 if self.now == before else 0
+            if still > STUCK_AFTER_TURNS:
+                raise RuntimeError(f"stuck at {self.now:.3f} s: {self._unfinished()}")
+        if self._live:
+            raise RuntimeError(f"left behind at {self.now:.3f} s: {self._unfinished()}")
+        return self._meter.figures(self._began_s, self.scheduler, self.cache)
+
+    def _sleep(self) -> bool:
+        """Until the next arrival or deadline. False: there is none."""
+        if self._inbox or self._queue and self._has_seat(self._queue[0][0]):
+            return True
+        wait_s = self.scheduler.wait_s(self.now)
+        times = [self._to_come[0][0]] if self._to_come else []
+        if wait_s is not None:
+            times.append(self.now + wait_s)
+        if not times:
+            return False
+        self._advance(max(0.0, min(times) - self.now))
+        return True
+
+    def _unfinished(self) -> str:
+        states = Counter(seq.state.value for seq in self.scheduler.sequences.values())
+        return f"{len(self._live)} requests, {dict(states)}"
+
+    # in -------------------------------------------------------------------------------------------------------------------
+    def _arrive(self) -> None:
+        """Answers of the host cache, requests whose time has come, and what the router sends of them."""
+        if self._inbox:
+            inbox, self._inbox = self._inbox, []
+            for event in inbox:
+                self.scheduler.handle(event, self.now)
+        while self._to_come and self._to_come[0][0] <= self.now:
+            at, number, request = heapq.heappop(self._to_come)
+            text = self._texts.get(request.after, ())
+            own = request.prompt_tokens - sum(length for _, length in text)
+            text = (*text, (number + 1, own)) if own else text
+            live = _Live(request, self._arrivals, at, text)
+            self._arrivals += 1
+            self._live[request.id] = live
+            heapq.heappush(self._queue, (request.priority, live.number, live))
+        while self._queue and self._has_seat(self._queue[0][0]):
+            self._submit(heapq.heappop(self._queue)[2])
+
+    def _has_seat(self, priority: int) -> bool:
+        """The router's rule."""
+        return sum(count for number, count in self._seated.items() if number <= priority) < self.limits.slots
+
+    def _submit(self, live: _Live) -> None:
+        request = live.request
+        self._seated[request.priority] += 1
+        prompt: list[int] = []
+        for marker, length in live.text:
+            prompt.append(marker)
+            prompt += [0] * (length - 1)
+        generate = Generate(
+            request.id, prompt, request.output_tokens, sampling=_GREEDY, ignore_eos=True, priority=request.priority
+        )
+        self.scheduler.handle(Submitted(Submit(generate, live.number)), self.now)
+
+    # out ------------------------------------------------------------------------------------------------------------------
+    def _act(self, action: Action) -> None:
+        kind = type(action)
+        if kind is Emit:
+            self._emit(action)
+        elif kind is Finish:
+            self._finish(action)
+        elif kind is Notify:
+            self._notify(action)
+        elif kind is Reserve:
+            self._note_park(action.request_id)
+            self._inbox.append(self.cache.answer(action))
+            self._meter.denials += type(self._inbox[-1]) is LeaseDenied
+        elif kind is ReleaseLease:
+            self.cache.release(action.lease)
+        elif kind is Save or kind is Load:
+            self.cache.start(action)
+
+    def _emit(self, emit: Emit) -> None:
+        """Tokens leave. Those of a jump have left one by one meanwhile."""
+        live = self._live[emit.request_id]
+        count = len(emit.tokens)
+        if emit.offset != live.tokens:
+            raise RuntimeError(f"{emit.request_id}: token {emit.offset} comes after token {live.tokens}")
+        last = self._last
+        first_s, last_s = (self.now, self.now) if last.steps == 1 else (last.first_token_s, last.last_token_s)
+        if live.tokens:
+            self._meter.gaps.add(first_s - live.last_token_s)
+        else:
+            self._meter.of(live.request.priority).ttft.append(first_s - live.arrival_s)
+        live.tokens += count
+        live.last_token_s = last_s
+
+    def _notify(self, notice: Notify) -> None:
+        live = self._live[notice.request_id]
+        if notice.event == "parked":
+            self._note_park(notice.request_id)
+            live.parked_for_router = True
+            self._seated[live.request.priority] -= 1
+        else:
+            self._end_wait(live)
+
+    def _note_park(self, request_id: str) -> None:
+        """It has left the batch: with the first word of its park."""
+        live = self._live[request_id]
+        if live.parked_since is None:
+            live.parked_since = self.now
+
+    def _end_wait(self, live: _Live) -> None:
+        """It runs again, or is over."""
+        if live.parked_for_router:
+            live.parked_for_router = False
+            self._seated[live.request.priority] += 1
+        if live.parked_since is not None:
+            self._meter.of(live.request.priority).waits.append(self.now - live.parked_since)
+            live.parked_since = None
+
+    def _finish(self, finish: Finish) -> None:
+        live = self._live.pop(finish.request_id)
+        request = live.request
+        self._end_wait(live)
+        self._seated[request.priority] -= 1
+        self._meter.ended(request, live.tokens, finish, self.now)
+        for number, follower in self._after.pop(request.id, ()):
+            self._texts[request.id] = _grown(live.text, live.tokens)
+            heapq.heappush(self._to_come, (max(follower.arrival_s, self.now + follower.think_s), number, follower))
+        if self._on_end is not None:
+            self._on_end(End(request.id, self.now, finish.reason, finish.code, live.tokens, finish.usage))
+
+    # steps and copies -----------------------------------------------------------------------------------------------------
+    def _prepare_jump(self) -> int:
+        """As many steps as can be played as one; tells the scheduler so by the drafts of its sequences."""
+        if self._inbox or self.cache.copying or self.scheduler.book.changed:
+            return 1
+        until_s = inf
+        if self._to_come and self._has_seat(self._best):  # else nobody is sent, whoever arrives
+            until_s = self._to_come[0][0] - self.now
+        wait_s = self.scheduler.wait_s(self.now)
+        if wait_s is not None:
+            until_s = min(until_s, wait_s)
+        steps = steps_alike(self.scheduler, self.costs, until_s)
+        if steps > 1:
+            for seq in self.scheduler.book.running.values():
+                seq.draft = steps - 1
+        return steps
+
+    def _step(self, plan: Plan, steps: int, used_before: int) -> float:
+        """Run the rows; seconds that it took."""
+        rows, costs, began = plan.rows, self.costs, self.now
+        used = self.scheduler.book.pool.used
+        if steps == 1:
+            work = work_of(rows)
+            step_s = costs.step_s(work.decodes, work.prefill_tokens, work.decode_cells, work.prefill_cells)
+            self._last = _Jump(1, began + step_s, began + step_s)
+            tokens = [0]
+            results = [RowResult(row.request_id, tokens if row.samples else _NOTHING) for row in rows]
+        else:
+            count = len(rows)
+            cells = count
+            for row in rows:
+                cells += row.start
+                if row.draft != steps - 1:
+                    raise RuntimeError(f"a jump of {steps} steps became one of {row.draft + 1}")
+            step_s = costs.steps_s(steps, count, cells)
+            first_s = costs.steps_s(1, count, cells)
+            last_s = step_s - costs.steps_s(steps - 1, count, cells)
+            second_s = first_s + (last_s - first_s) / (steps - 1)
+            self._meter.gaps.add_run(second_s, last_s, steps - 1, count)
+            self._last = _Jump(steps, began + first_s, began + step_s)
+            tokens = [0] * steps
+            results = [RowResult(row.request_id, tokens) for row in rows]
+        self._meter.steps += steps
+        self._meter.plans += 1
+        self._advance(step_s, used_before + (used - used_before) / steps, used)
+        self.scheduler.handle(StepDone(results, plan.epoch, step_s / steps), self.now)
+        return step_s
+
+    def _copy(self, step_s: float | None) -> None:
+        took_s, ended = self.cache.copy(step_s)
+        self._advance(took_s)
+        for event in ended:
+            self.scheduler.handle(event, self.now)
+
+    def _advance(self, seconds: float, used_first: float | None = None, used_last: float | None = None) -> None:
+        """Let time go on, and note how full the pool was meanwhile (blocks, growing evenly), and from when on somebody waited for
+        cells or a seat."""
+        book = self.scheduler.book
+        if used_first is None:
+            used_first = used_last = book.pool.used
+        if book.parked or book.parking or book.resuming or self._queue or len(book.waiting):
+            pressed_s = seconds
+        else:
+            pressed_s = max(0.0, self.now + seconds - self._to_come[0][0]) if self._to_come else 0.0
+        if seconds:
+            used = (used_first + used_last) / 2
+            used_then = used_last - (used_last - used_first) * pressed_s / seconds / 2  # in the pressed part, which is the last
+            size, blocks = self.limits.block_size, self.limits.num_blocks
+            self._meter.passed(seconds, used * size, pressed_s, (blocks - used_then) * size)
+        self.now += seconds
+
+    def _moment(self) -> Moment:
+        book = self.scheduler.book
+        return Moment(
+            at_s=self.now,
+            used_cells=book.pool.used * self.limits.block_size,
+            parked_cells=sum(len(seq.tokens) for seq in book.parked.values()),
+            running=len(book.running) + len(book.resuming),
+            parked=len(book.parked) + len(book.parking),
+            waiting=len(book.waiting) + len(self._queue),
+        )
+
+
+def _grown(text: _Text, output: int) -> _Text:
+    """The text with its answer."""
+    *before, (marker, length) = text
+    return (*before, (marker, length + output))
