@@ -46,7 +46,7 @@ def draw_case(seed: int) -> Case:
         cache_crashes=rng.choice([0.0, 0.01, 0.03]) if crashes else 0.0,
         worker_crashes=rng.choice([0.0, 0.005, 0.01]) if crashes else 0.0,
         cancels=rng.choice([0.0, 0.0, 0.003, 0.02]),
-        holds=rng.choice([0.0, 0.0, 0.02]),
+        holds=rng.choice([0.0, 0.0, 0.02, 0.1]),
         corrupt_loads=rng.choice([0.0, 0.0, 0.1]),
         # A step that was run cannot be fed again where the device has gone on: a recurrent state has taken its tokens in, and a
         # head would start from the hidden row of a later cell. The worker never loses one: a step that fails ends the process.
@@ -74,7 +74,7 @@ def _limits(rng: random.Random) -> Limits:
         protect_after=rng.choice([0, 3, 3]),
         max_park_s=rng.choice([0.0, 0.0, 1.0, 30.0]),
         resume_order=rng.choice(["most-parked", "head"]),
-        park_every=rng.choice([0, 0, 0, 0, 0, 3, 7]),
+        park_every=rng.choice([0] * 8 + [3, 7]),
         reuse=not recurrent and rng.random() < 0.75,
         draft_max=rng.choice([0, 0, 1, 3, 8]),
         draft_rows=rng.choice([1, 6, 64]),
@@ -87,12 +87,12 @@ def _limits(rng: random.Random) -> Limits:
 
 def _arrivals(rng: random.Random, limits: Limits) -> list[tuple[int, Generate]]:
     """Requests with shared beginnings, siblings, classes, too long prompts and requests for more than fits."""
-    count = rng.randint(3, 14)
+    count = rng.choice([rng.randint(3, 14), rng.randint(10, 40)])
     span = rng.choice([1, 30, 150])
     least, most = rng.choice([(1, 20), (1, limits.pool_cells), (limits.pool_cells // 3, limits.pool_cells)])
     no_end = rng.choice([0.5, 1.0])
-    classes = rng.choice([[0], [0], [0, 3], [-1, 0, 5]])
-    longest = limits.pool_cells * rng.choice([5, 10, 20, 60]) // 100
+    classes = rng.choice([[0], [0], [0, 1], [0, 3], [-1, 0, 5], [-100, 0, 0, 10, 100]])
+    longest = limits.pool_cells * rng.choice([5, 5, 10, 20, 60]) // 100
     shared = [rng.randrange(VOCAB) for _ in range(rng.randint(1, longest + 1))]
     requests: list[Generate] = []
     for number in range(count):

@@ -12,8 +12,9 @@ from sim.case import Case
 from sim.device import Device
 from sim.drafts import Drafts
 from sim.hostcache import HostCache
-from sim.invariants import before_plan, check, check_plan, check_report
+from sim.invariants import check, check_plan, check_report
 from sim.ledger import Stream
+from sim.watch import Watch
 from wire.messages import Usage
 
 STUCK_AFTER_TICKS = 30_000
@@ -43,6 +44,7 @@ class World:
         """A new life of the worker: an empty pool, poisoned memory, nothing on its way."""
         limits = self.case.limits
         self.scheduler = Scheduler(limits)
+        self._watch = Watch(self.scheduler)
         self.device = Device(limits.num_blocks, limits.block_size, limits.draft_max, self.rng, limits.state_slots)
         self._drafts = Drafts(limits.draft_max)
         self._inbox: list[tuple[int, Event]] = []  # (due tick, event)
@@ -66,6 +68,8 @@ class World:
         for stream in self.streams.values():
             stream.check(self.case.limits, self.case.limits.policy == "off")
         self.counts["ticks"] = self.tick
+        self.counts["parks to let somebody in"] = self._watch.displaced
+        self.counts["came in by waiting too long"] = self._watch.came_aged
         self.counts["requests"] = len(self.streams)
         return self.counts
 
@@ -85,10 +89,9 @@ class World:
 
     def _step(self) -> None:
         """Plan, act, and run the rows; now and then events arrive while the step runs, or its result is lost."""
-        before = before_plan(self.scheduler)
         plan = self.scheduler.plan(self.now)
         check(self.scheduler, self.cache)
-        check_plan(self.scheduler, plan, before)
+        check_plan(self.scheduler, plan)
         self._act(plan)
         if not plan.rows:
             return

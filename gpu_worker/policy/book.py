@@ -5,6 +5,7 @@ Each transition is one method that leaves the book whole and says in `actions` w
 
 import heapq
 from collections import Counter, deque
+from collections.abc import Iterable
 
 from msgspec.structs import replace
 
@@ -12,7 +13,7 @@ from gpu_worker.policy import preemption
 from gpu_worker.policy.events import Action, Finish, Load, Notify, ReleaseLease, Reserve, Save
 from gpu_worker.policy.limits import Limits
 from gpu_worker.policy.park_cost import ParkCost
-from gpu_worker.policy.pool import KvPool
+from gpu_worker.policy.pool import KvPool, Leaving
 from gpu_worker.policy.sequence import Sequence, State, chain, pause_s, usage_of
 from gpu_worker.policy.waiting import Waiting
 from wire.messages import ParkKind
@@ -77,12 +78,19 @@ class Book:
 
     def cost(self, seq: Sequence, steps: int) -> int:
         """Blocks by which `used` would grow if it came in now and made so many steps: less what is found and in use anyway."""
-        found = self.pool.find(self._findable(seq))
-        in_use = sum(1 for block in found if self.pool.refs(block))
+        in_use = sum(1 for block in self.found(seq) if self.pool.refs(block))
         return self.pool.blocks_for(preemption.entry_cells(seq, self.limits, steps)) - in_use
 
-    def _findable(self, seq: Sequence) -> list[bytes]:
-        return chain(seq, preemption.findable(seq, self.limits), self.limits.block_size)
+    def found(self, seq: Sequence) -> list[int]:
+        """The blocks that it would take over if it came in now."""
+        return self.pool.find(chain(seq, preemption.findable(seq, self.limits), self.limits.block_size))
+
+    def leaving(self, kept: Iterable[int] = ()) -> Leaving:
+        """Who leaves already: the parks under way. `kept`: blocks that somebody is about to take over."""
+        leaving = Leaving(self.pool, kept)
+        for seq in self.parking.values():
+            leaving.add(seq.blocks)
+        return leaving
 
     # waiting --------------------------------------------------------------------------------------------------------------
     def add(self, seq: Sequence) -> None:
@@ -128,7 +136,7 @@ class Book:
 
     def _claim(self, seq: Sequence) -> int:
         """Blocks for all that it claims, as many as possible found. Returns the cells that need not be computed."""
-        found = self.pool.find(self._findable(seq))
+        found = self.found(seq)
         self.pool.share(found)
         fresh = self.pool.blocks_for(preemption.claim_cells(seq, self.limits)) - len(found)
         seq.blocks = found + self.pool.take(fresh)

@@ -38,10 +38,12 @@ class Entry:
             if preemption.stalled(seq):
                 book.end_stalled(seq, now)
             elif self._fits(seq):
+                if aged:  # from now on it counts as the best, or the next of a better class would park it again at once
+                    seq.promoted = max(seq.promoted, seq.priority - book.top_class)
                 self._enter(seq, book.resume, now)
                 if preemption.exhausted(seq):
                     return
-            elif self._make_room(seq, now) or strict or preemption.exhausted(seq) or book.free_slots <= 0:
+            elif self.make_room(seq, now) or strict or preemption.exhausted(seq) or book.free_slots <= 0:
                 return
             else:
                 passed = number
@@ -59,7 +61,7 @@ class Entry:
             if any(preemption.closes_admission(other, number, self._class_of) for other in book.parking.values()):
                 return False
             if not self._fits(seq):
-                self._make_room(seq, now)
+                self.make_room(seq, now)
                 return False
             self._enter(seq, book.admit, now)
         return True
@@ -87,28 +89,24 @@ class Entry:
         for steps in self._ahead:
             self._ahead[steps] += preemption.missing(seq, self.book.pool, steps)
 
-    def _make_room(self, seq: Sequence, now: float) -> bool:
+    def make_room(self, seq: Sequence, now: float) -> bool:
         """Park those of a worse class for it, if that is enough. True if it can come in when they have left."""
         book = self.book
         if not self.policy.parks:
             return False
-        leaving = book.parking.values()
-        over = self._excess(seq) - sum(book.pool.exclusive(other.blocks) for other in leaving)
-        seats = 1 - book.slots_to_come
-        if over <= 0 and seats <= 0:
-            return bool(leaving)
+        steps, _ = preemption.entry_terms(seq, self.policy)
+        leaving = book.leaving(kept=book.found(seq))
+        over, seats = self._excess(seq) - leaving.freed, 1 - book.slots_to_come
         worse = preemption.displaced_by(seq, book.running.values(), self._class_of)
         order = preemption.victims(worse, self._class_of, self.policy, self.limits.protect_after)
-        steps, _ = preemption.entry_terms(seq, self.policy)
-        chosen = preemption.enough(order, over, lambda other: preemption.gain(other, book.pool, steps))
-        chosen += [other for other in order if other not in chosen][: max(0, seats - len(chosen))]
-        won = sum(preemption.gain(other, book.pool, steps) for other in chosen)
-        alone = len(chosen) == len(book.running) and not book.resuming
-        if len(chosen) < seats or (won < over and not alone):
+        chosen, missing = preemption.enough(order, over, leaving, steps, seats)
+        if missing > 0 and len(order) == len(book.running) and not book.resuming:
+            chosen = order  # it comes in alone
+        elif missing > 0 or len(chosen) < seats:
             return False
         for other in chosen:
             book.park(other, "pressure", now)
-        return bool(chosen)
+        return True
 
     def _exhausted_on_device(self) -> bool:
         """Nobody joins one that pressure may not park again."""

@@ -58,11 +58,6 @@ class KvPool:
     def refs(self, block: int) -> int:
         return self._refs[block]
 
-    def exclusive(self, blocks: Iterable[int]) -> int:
-        """How many of `blocks` only one sequence holds: what its leaving would free."""
-        refs = self._refs
-        return sum(1 for block in blocks if refs[block] == 1)
-
     def take(self, count: int) -> list[int]:
         """`count` blocks, referenced once. ValueError, and nothing changed, if there are not as many: the caller has to know."""
         if count > self.available:
@@ -128,3 +123,31 @@ class KvPool:
             assert digest is not None or block not in self._reusable, f"block {block} is reusable without a name"
             assert digest is None or block not in free, f"block {block} is free but has a name"
         assert len(self._block_of) == sum(1 for digest in self._digest_of if digest is not None), "a name leads to no block"
+
+
+class Leaving:
+    """What becomes free when several leave: blocks that nobody else holds, nor is about to take over (`kept`)."""
+
+    def __init__(self, pool: KvPool, kept: Iterable[int] = ()) -> None:
+        self.pool = pool
+        self.freed = 0
+        self._kept = frozenset(kept)
+        self._left: dict[int, int] = {}  # block -> how many of its holders leave
+
+    def add(self, blocks: Iterable[int]) -> int:
+        """One more leaves. Returns how many blocks that frees."""
+        freed = 0
+        for block in blocks:
+            left = self._left[block] = self._left.get(block, 0) + 1
+            freed += left == self.pool.refs(block) and block not in self._kept
+        self.freed += freed
+        return freed
+
+    def remove(self, blocks: Iterable[int]) -> int:
+        """It stays after all. Returns how many blocks are not freed then."""
+        kept = 0
+        for block in blocks:
+            kept += self._left[block] == self.pool.refs(block) and block not in self._kept
+            self._left[block] -= 1
+        self.freed -= kept
+        return kept

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 
 from gpu_worker.policy.limits import Limits
 from gpu_worker.policy.policies import Policy
-from gpu_worker.policy.pool import KvPool
+from gpu_worker.policy.pool import KvPool, Leaving
 from gpu_worker.policy.sequence import Sequence, State
 
 EXHAUSTED_AFTER = 16  # pressure parks, and then it runs alone
@@ -60,13 +60,6 @@ def missing(seq: Sequence, pool: KvPool, steps: int = 1) -> int:
     return max(0, pool.blocks_for(len(seq.tokens) + ahead) - len(seq.blocks))
 
 
-def shortfall(pool: KvPool, demand: int, parking: Iterable[Sequence], line: int) -> int:
-    """Blocks to win back so that `demand` more stay at or below the line. What the parks under way will free is counted, so that
-    no more victims are parked than are needed. Sources: watermark; bug reports of neighbours."""
-    over = pool.used + demand - line
-    return over - sum(pool.exclusive(seq.blocks) for seq in parking) if over > 0 else 0
-
-
 def protected(running: Iterable[Sequence], class_of: ClassOf) -> Sequence | None:
     """Never parked by pressure: the one with most tokens in the best class, the oldest of equals. Something always progresses.
     A held sequence does not count, it may not run. Sources: both pages; classes: simulator."""
@@ -93,28 +86,25 @@ def victims(running: Iterable[Sequence], class_of: ClassOf, policy: Policy, prot
     )
 
 
-def gain(seq: Sequence, pool: KvPool, steps: int = 1) -> int:
-    """Blocks that parking it wins: those only it holds, and those its next `steps` would have taken. Source: simulator."""
-    return pool.exclusive(seq.blocks) + missing(seq, pool, steps)
-
-
-def enough(candidates: Iterable[Sequence], over: int, gain: Callable[[Sequence], int]) -> list[Sequence]:
-    """The first of the candidates that win `over` blocks together, or all that win any; then without those that a later, larger
-    one has made needless. Source: bug reports of neighbours (more parked than needed)."""
-    chosen: list[tuple[Sequence, int]] = []
+def enough(candidates: Iterable[Sequence], over: int, leaving: Leaving, steps: int, seats: int = 0) -> tuple[list[Sequence], int]:
+    """The first of the candidates that free `over` blocks together, their growth in `steps` counted, and `seats` seats; or all
+    that free any. Then without those that a later, larger one has made needless. `leaving` knows who leaves already. Also
+    returns the blocks still missing. Sources: bug reports of neighbours (more parked than needed); simulator (shared blocks)."""
+    pool = leaving.pool
+    chosen: list[Sequence] = []
     for seq in candidates:
-        if over <= 0:
+        if over <= 0 and len(chosen) >= seats:
             break
-        if (won := gain(seq)) > 0:
-            over -= won
-            chosen.append((seq, won))
-    needed = []
-    for seq, won in reversed(chosen):
-        if over + won <= 0:
-            over += won
+        over -= leaving.add(seq.blocks) + missing(seq, pool, steps)
+        chosen.append(seq)
+    for seq in reversed(chosen[:]):
+        lost = leaving.remove(seq.blocks) + missing(seq, pool, steps)
+        if over + lost <= max(0, over) and len(chosen) > seats:
+            chosen.remove(seq)
+            over += lost
         else:
-            needed.append(seq)
-    return needed[::-1]
+            leaving.add(seq.blocks)
+    return chosen, over
 
 
 def displaced_by(candidate: Sequence, running: Iterable[Sequence], class_of: ClassOf) -> list[Sequence]:

@@ -304,10 +304,11 @@ class Scheduler:
         return sum(preemption.missing(seq, pool, steps) for seq in sequences)
 
     def _shortfall(self, running: Iterable[Sequence]) -> int:
-        """Blocks that are to be won back, or 0 or less. `running`: all that may grow."""
-        policy, book = self.policy, self.book
-        growth = self._growth(running, policy.park_ahead)
-        return preemption.shortfall(book.pool, growth, book.parking.values(), policy.park_line)
+        """Blocks to win back so that what `running`, all that may grow, takes in the next steps stays within the line; 0 or less:
+        none. What the parks under way will free is counted, so that no more are parked than needed. Sources: watermark; bug
+        reports of neighbours."""
+        over = self.book.pool.used + self._growth(running, self.policy.park_ahead) - self.policy.park_line
+        return over - self.book.leaving().freed if over > 0 else 0
 
     def _park_requested(self, now: float) -> None:
         """Explicit and forced parks take anybody, the largest and the only one too, and count toward no bound."""
@@ -330,13 +331,10 @@ class Scheduler:
         if over > 0 and policy.parks:
             keep = preemption.protected(chain(book.running.values(), book.resuming.values()), self._class_of)
             others = (seq for seq in book.running.values() if seq is not keep)
-            self._park_enough(preemption.victims(others, self._class_of, policy, limits.protect_after), over, now)
+            order = preemption.victims(others, self._class_of, policy, limits.protect_after)
+            for seq in preemption.enough(order, over, book.leaving(), policy.park_ahead)[0]:
+                book.park(seq, "pressure", now)
         return growing((seq for seq in short if seq.state is State.RUNNING), limits.block_size)
-
-    def _park_enough(self, candidates: list[Sequence], over: int, now: float) -> None:
-        steps, pool = self.policy.park_ahead, self.book.pool
-        for seq in preemption.enough(candidates, over, lambda seq: preemption.gain(seq, pool, steps)):
-            self.book.park(seq, "pressure", now)
 
     def _grow(self, short: list[Sequence], now: float) -> list[Sequence]:
         """Give blocks to those that need them. If there are not enough, the protected one comes first and the rest sit out: a

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gpu_worker.policy.pool import ROOT, KvPool, block_digest
+from gpu_worker.policy.pool import ROOT, KvPool, Leaving, block_digest
 
 
 def digests(*blocks: list[int]) -> list[bytes]:
@@ -94,13 +94,24 @@ def test_of_two_blocks_with_the_same_content_the_first_is_known():
     pool.check()
 
 
-def test_exclusive_counts_what_only_one_holds():
+def test_leaving_frees_what_nobody_else_holds():
     pool = KvPool(4, 2)
-    names = digests([1, 2], [3, 4])
-    blocks = published(pool, names)
+    blocks = published(pool, digests([1, 2], [3, 4]))
     pool.share(blocks)
     pool.share(blocks[:1])
-    assert pool.exclusive(blocks) == 1
+    leaving = Leaving(pool)
+    assert leaving.add(blocks) == 1, "the first block is held by another too"
+    assert leaving.add(blocks[:1]) == 1, "who leaves now, too"
+    assert leaving.remove(blocks) == 2
+    assert leaving.freed == 0
+    assert leaving.add(blocks) == leaving.freed == 2
+
+
+def test_what_somebody_is_about_to_take_over_does_not_become_free():
+    pool = KvPool(4, 2)
+    blocks = pool.take(3)
+    leaving = Leaving(pool, kept=blocks[:2])
+    assert leaving.add(blocks) == leaving.remove(blocks) == 1
 
 
 @settings(max_examples=60, deadline=None)

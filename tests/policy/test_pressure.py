@@ -216,7 +216,7 @@ def test_victims_are_counted_by_the_blocks_that_only_they_hold():
     story.submit("c", [*shared, 9])
     story.step()
     assert story["c"].blocks[:4] == story["a"].blocks[:4]
-    assert preemption.gain(story["c"], story.scheduler.book.pool) == 1, "four of its five blocks are somebody else's too"
+    assert story.scheduler.book.leaving().add(story["c"].blocks) == 1, "four of its five blocks are somebody else's too"
 
 
 def test_parking_a_sharer_leaves_the_others_their_blocks():

@@ -42,7 +42,7 @@ def test_a_seed_is_a_schedule():
 
 
 def test_a_failing_schedule_says_how_to_repeat_it(monkeypatch):
-    monkeypatch.setattr(preemption, "gain", lambda seq, pool, steps: 1 // 0)
+    monkeypatch.setattr(preemption, "enough", lambda *args: 1 // 0)
     with pytest.raises(ZeroDivisionError) as caught:
         sweep(1, CHUNK)
     assert caught.value.__notes__[0].startswith("repeat it with: python -m sim --schedules 1 --seed ")
