@@ -4,7 +4,7 @@ Each part lies in a unit of its own, so that a lease may be scattered over the a
 """
 
 import logging
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -50,10 +50,23 @@ class Copy:
     action: Save | Load
     image: Image
     pieces: Generator[int, None, bool]
+    nbytes: int = 0  # copied so far
+    seconds: float = 0.0  # that took, the waits between pieces not counted
+
+    def go_on(self, clock: Callable[[], float]) -> int:
+        """Copy one piece; its bytes. StopIteration with whether all is well when there is none left."""
+        started = clock()
+        try:
+            copied = next(self.pieces)
+            self.nbytes += copied
+            return copied
+        finally:
+            self.seconds += clock() - started
 
     def ended(self, ok: bool) -> Event:
         """The event that the scheduler waits for."""
-        return (Saved if isinstance(self.action, Save) else Loaded)(request_id=self.action.request_id, ok=ok)
+        event = Saved if isinstance(self.action, Save) else Loaded
+        return event(self.action.request_id, ok, self.nbytes, self.seconds)
 
 
 class Pieces:

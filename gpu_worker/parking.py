@@ -53,6 +53,7 @@ class Parking:
         """`path`: the host cache's socket, which need not exist; `worker_identity`: name-pid-boot; `clock`: monotonic seconds."""
         self._pieces = Pieces(kv, worker_identity)
         self._identity = worker_identity
+        self._clock = clock
         self.unit_bytes = self._pieces.unit_bytes
         self._socket = HostCacheSocket(path)
         self._attached = False
@@ -107,7 +108,7 @@ class Parking:
         while self._copies and copied < max_bytes:
             copy = self._copies[0]
             try:
-                copied += next(copy.pieces)
+                copied += copy.go_on(self._clock)
             except StopIteration as end:
                 self._copies.popleft()
                 events.append(self._finish(copy, end.value))
@@ -208,29 +209,35 @@ class Parking:
         match message:
             case Attached():
                 self._attach(message, fd)
-            case Granted(ask=ask, lease=number, extents=extents):
-                self._granted(ask, number, extents)
-            case Denied(ask=ask, reason=reason):
+            case Granted():
+                self._granted(message)
+            case Denied(ask=ask, reason=reason, used_bytes=used_bytes):
                 self._late.discard(ask)
                 if self._asks.pop(ask, None):
-                    self._events.append(LeaseDenied(ask=ask, reason=reason))
+                    self._events.append(LeaseDenied(ask, reason, *self._budget(used_bytes)))
             case Reclaim(slab=slab):
                 self._reclaim(slab)
 
-    def _granted(self, ask: int, number: int, extents: list[tuple[int, int]]) -> None:
-        """The host cache's lease `number`. One that nobody waits for any more, or of another size, goes back at once."""
+    def _granted(self, granted: Granted) -> None:
+        """A lease of the host cache's. One that nobody waits for any more, or of another size, goes back at once."""
+        ask, number, extents = granted.ask, granted.lease, granted.extents
         self._late.discard(ask)
         waiting = self._asks.pop(ask, None)
         if waiting is not None and self._fits(waiting.message.nbytes, extents):
             offsets = [at + skip for at, nbytes in extents for skip in range(0, nbytes, self.unit_bytes)]
             self._last_lease += 1
             self._images[self._last_lease] = Image(number, extents, offsets)
-            self._events.append(LeaseGranted(ask=ask, lease=self._last_lease))
+            self._events.append(LeaseGranted(ask, self._last_lease, *self._budget(granted.used_bytes)))
             return
         self._socket.send(messages.Release(lease=number))
         if waiting is not None:
             log.error("%d bytes were asked for and something else was granted", waiting.message.nbytes)
             self._events.append(LeaseDenied(ask=ask, reason="mismatch"))
+
+    def _budget(self, used_bytes: int) -> tuple[float, int]:
+        """The share of the budget in use, and its bytes."""
+        budget_bytes = self._arena.arena_bytes
+        return (used_bytes / budget_bytes, budget_bytes) if budget_bytes else (1.0, 0)
 
     def _fits(self, wanted: int, extents: list[tuple[int, int]]) -> bool:
         """Whether the extents are `wanted` bytes of the arena, each a multiple of the unit."""

@@ -3,6 +3,7 @@
 import time
 
 import zmq
+from msgspec.structs import replace
 
 from gpu_worker.parking import Parking
 from gpu_worker.policy import events
@@ -19,6 +20,18 @@ ROUTER_SILENT_S = 10.0  # the router pings four times a second; after this long 
 HELLO_AGAIN_S = 1.0
 WATCHDOG_S = 2.0
 _DECODER: Decoder[messages.RouterToWorker] = Decoder(messages.RouterToWorker)
+
+
+def told(choice: events.Choice) -> str:
+    """The choice of a park for the log: cells, mode and reason, and the numbers it was decided on."""
+    text = f"{choice.cells} cells, {choice.mode}, {choice.reason}"
+    if not choice.recompute_s:
+        return text
+    worth = f", worth {choice.worth / choice.price:.2f} of the price" if choice.price else ""
+    return (
+        f"{text}: {choice.nbytes / 2**20:.1f} MiB, copies {choice.copy_s * 1000:.1f} ms, "
+        f"computing {choice.recompute_s * 1000:.1f} ms, stays {choice.stay_s:.2f} s, budget {choice.fill:.0%} full{worth}"
+    )
 
 
 class Worker:
@@ -49,7 +62,9 @@ class Worker:
             self._act(plan.actions, now)
             if plan.rows:
                 self.step += 1
-                self._handle(self.runner.step(plan))
+                started = time.monotonic()
+                done = self.runner.step(plan)
+                self._handle(replace(done, seconds=time.monotonic() - started))
             if self.parking.copying:
                 for event in self.parking.copy(COPY_BYTES_PER_STEP if plan.rows else COPY_BYTES_IDLE):
                     self._handle(event)
@@ -115,8 +130,10 @@ class Worker:
             match action:
                 case events.Emit(request_id, offset, tokens, logprobs, prompt_offset, prompt_logprobs):
                     self._send(messages.Tokens(request_id, offset, tokens, logprobs, prompt_offset, prompt_logprobs))
-                case events.Notify(request_id, event, kind, mode, parked_ms, usage):
-                    self._send(messages.Notice(request_id, event, kind, mode, parked_ms, usage))
+                case events.Notify(request_id, event, kind, mode, parked_ms, usage, reason, choice):
+                    self._send(messages.Notice(request_id, event, kind, mode, parked_ms, usage, reason))
+                    if choice is not None:
+                        log.info("parked %s (%s): %s", request_id, kind, told(choice))
                 case events.Finish(request_id, reason, usage, error, code):
                     self._send(messages.Finished(request_id, reason, usage, error, code))
 

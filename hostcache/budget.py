@@ -264,12 +264,12 @@ class Budget:
     def _reserve(self, peer: int, ask: int, nbytes: int) -> list[Action]:
         worker = self.workers.get(peer)
         if worker is None:
-            return [Send(peer, Denied(ask=ask, reason="not_attached"))]
+            return [self._denied(peer, ask, "not_attached")]
         if len(worker.leases) >= MAX_LEASES:
-            return [Send(peer, Denied(ask=ask, reason="too_many"))]
+            return [self._denied(peer, ask, "too_many")]
         chosen = self._choose(-(-nbytes // worker.unit_bytes), worker.unit_bytes)
         if isinstance(chosen, str):
-            return [Send(peer, Denied(ask=ask, reason=chosen))]
+            return [self._denied(peer, ask, chosen)]
         new: list[int] = []
         for number in sorted({offset // self.slab_bytes for offset, _ in chosen}):
             if self.slabs[number].resident:
@@ -277,7 +277,7 @@ class Budget:
             try:
                 self._take(number)
             except OSError:
-                return [*self._untake(new), Send(peer, Denied(ask=ask, reason="memory"))]
+                return [*self._untake(new), self._denied(peer, ask, "memory")]
             self.slabs[number].resident = True
             new.append(number)
         for extent in chosen:
@@ -285,7 +285,10 @@ class Budget:
         self._occupy(chosen)
         lease, worker.next_lease = worker.next_lease, worker.next_lease + 1
         worker.leases[lease] = Lease(chosen)
-        return [Send(peer, Granted(ask=ask, lease=lease, extents=chosen))]
+        return [Send(peer, Granted(ask=ask, lease=lease, extents=chosen, used_bytes=self.used_bytes))]
+
+    def _denied(self, peer: int, ask: int, reason: str) -> Send:
+        return Send(peer, Denied(ask=ask, reason=reason, used_bytes=self.used_bytes))
 
     def _choose(self, units: int, unit: int) -> list[Extent] | str:
         """Extents for `units` units, or why there are none. Resident memory first, in as few pieces as possible."""

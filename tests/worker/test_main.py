@@ -103,6 +103,15 @@ def test_the_limits_of_a_plain_model(folders):
     assert (limits.reuse, limits.state_slots, limits.draft_max) == (True, None, 0)
 
 
+def test_the_limits_say_how_large_an_image_is(folders):
+    config, files, model, _ = settled(folders / "hybrid", draft="2")
+    kv = KvCache(model.spec, 16, 16, model.kv_dtype, 4, 2)
+    sizes = {"pool_bytes": kv.bytes, "state_bytes": kv.state_bytes, "state_slots": 4}
+    hello = Hello("w", 1, "m", "cpu", "f32", 256, 16, 5, 256, True, reuse=False, **sizes)
+    limits = worker.limits(config, files, model.spec, hello)
+    assert (limits.block_bytes, limits.state_bytes) == (kv.block_bytes, kv.state_bytes) and kv.state_bytes
+
+
 def test_what_does_not_fit_is_refused_with_the_numbers(folders, monkeypatch):
     config, _, model, _ = settled(folders / "hybrid", draft="2")
     kv = KvCache(model.spec, 16, 16, model.kv_dtype, 10, 2)

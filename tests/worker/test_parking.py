@@ -141,6 +141,26 @@ def test_copies_are_bounded_and_oldest_first(cache):
     parking.close()
 
 
+def test_a_copy_is_measured_without_the_waits_between_its_pieces(cache):
+    pool = Pool(8, block_bytes=copies.PIECE_BYTES * 2)
+    clock = iter(range(1000))  # a second passes each time it is asked
+    parking = new_parking(cache, pool)
+    first, second = reserve(parking, 2, 1), reserve(parking, 1, 2)
+    parking._clock = lambda: float(next(clock))
+    parking.act(Save(request_id="a", lease=first, blocks=(0, 1), position=32), 0.0)
+    parking.act(Save(request_id="b", lease=second, blocks=(2,), position=16), 0.0)
+    ended = []
+    while parking.copying:
+        next(clock)  # a step is run
+        ended += parking.copy(1)
+    parking.act(Load(request_id="a", lease=first, blocks=(5,), first=1), 0.0)
+    ended += parking.copy(1 << 30)
+    piece = copies.PIECE_BYTES
+    # a second for each piece, and one to find the end
+    assert ended == [Saved("a", True, 4 * piece, 5.0), Saved("b", True, 2 * piece, 3.0), Loaded("a", True, 2 * piece, 3.0)]
+    parking.close()
+
+
 def test_a_changed_bit_is_found(cache):
     pool = Pool(10)
     parking = new_parking(cache, pool)
@@ -175,9 +195,12 @@ def test_what_was_not_saved_cannot_be_loaded(cache):
 
 def test_a_budget_that_is_used_up_denies(cache):
     parking = new_parking(cache, Pool(200))
-    reserve(parking, 100, ask=1)
+    parking.act(Reserve(ask=1, request_id="r", num_blocks=100), time.monotonic())
     parking.act(Reserve(ask=2, request_id="r", num_blocks=100), time.monotonic())
-    assert wait(parking, LeaseDenied) == [LeaseDenied(ask=2, reason="full")]
+    granted, denied = wait(parking, LeaseDenied)
+    fill = 100 * parking.unit_bytes / (16 << 20)
+    assert (granted.fill, granted.budget_bytes) == (fill, 16 << 20)
+    assert denied == LeaseDenied(ask=2, reason="full", fill=fill, budget_bytes=16 << 20)
     parking.close()
 
 
@@ -240,7 +263,8 @@ def test_a_lost_host_cache_voids_every_lease_once_and_parking_attaches_again(cac
     cache.signal(signal.SIGSTOP)
     parking.act(Reserve(ask=3, request_id="r", num_blocks=1), now)
     cache.kill()
-    assert parking.poll(now) == [HostCacheLost(), Saved(request_id="saving", ok=False), Loaded(request_id="r", ok=False)]
+    ended = [HostCacheLost(), ("saving", False), ("r", False)]
+    assert [event if isinstance(event, HostCacheLost) else (event.request_id, event.ok) for event in parking.poll(now)] == ended
     assert not parking.connected and not parking.copying
     assert parking.poll(now + DEADLINE_S) == []  # the ask was answered by the loss
     assert not load(parking, saved, (6, 7, 8))
@@ -267,7 +291,8 @@ def test_a_stored_arena_comes_back_with_its_images(tmp_path):
         parking.copy(1)
         generation = cache.budget().generation
         cache.kill()
-        assert wait(parking, Saved) == [Saved(request_id="s", ok=False)]
+        (ended,) = wait(parking, Saved)
+        assert (ended.request_id, ended.ok) == ("s", False)
         parking.act(Reserve(ask=9, request_id="r", num_blocks=1), time.monotonic())
         assert LeaseDenied(ask=9, reason="no_host_cache") in parking.poll(time.monotonic())
         parking.act(ReleaseLease(lease=dropped), time.monotonic())
@@ -339,7 +364,7 @@ def test_a_lease_released_while_it_is_copied_goes_back_when_the_copy_ends(cache)
     parking.act(Save(request_id="r", lease=lease, blocks=(0, 1), position=32), time.monotonic())
     parking.act(ReleaseLease(lease=lease), time.monotonic())
     assert cache.budget().leases == 1
-    assert wait(parking, Saved) == [Saved(request_id="r", ok=True)]
+    assert [event.ok for event in wait(parking, Saved)] == [True]
     parking.poll(time.monotonic())
     assert cache.budget().leases == 0
     parking.close()
@@ -364,7 +389,7 @@ def test_a_budget_of_nothing_denies_everything(tmp_path):
     with HostCache(tmp_path / "run", park_ram="0") as cache:
         parking = new_parking(cache, Pool(2))
         parking.act(Reserve(ask=1, request_id="r", num_blocks=1), time.monotonic())
-        assert wait(parking, LeaseDenied) == [LeaseDenied(ask=1, reason="full")]
+        assert wait(parking, LeaseDenied) == [LeaseDenied(ask=1, reason="full", fill=1.0)]
         parking.close()
 
 
