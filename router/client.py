@@ -4,6 +4,7 @@ import asyncio
 import uuid
 from collections import deque
 from collections.abc import AsyncIterator
+from itertools import count
 from typing import Any
 
 import zmq
@@ -12,12 +13,15 @@ from zmq.utils.monitor import recv_monitor_message
 
 from wire.codec import Decoder, ProtocolError, frames
 from wire.messages import (
+    DEFAULT_PARK_S,
+    MAX_PARK_S,
     Accepted,
     Cancel,
     Credit,
     Finished,
     Generate,
     GetStatus,
+    HoldAnswer,
     Message,
     Notice,
     Park,
@@ -35,6 +39,7 @@ WINDOW_BYTES = 64 << 10  # what the router sends of a stream before it wants cre
 MAX_UNSENT = 10_000  # messages that wait for a router that does not read
 RETRY_S = 0.02
 STATUS_TIMEOUT_S = 5.0
+HOLD_TIMEOUT_S = 30.0  # a park waits for a step and a copy
 _BATCH = 256  # messages taken in before the loop gets its turn
 _DECODER: Decoder[RouterToClient] = Decoder(RouterToClient)
 _SAMPLING_FIELDS = frozenset(field.name for field in fields(Sampling))
@@ -64,6 +69,8 @@ class Client:
         self._context = context or zmq.Context.instance()
         self._streams: dict[str, Stream] = {}
         self._questions: dict[str, asyncio.Future[Status]] = {}
+        self._holds: dict[int, asyncio.Future[HoldAnswer]] = {}  # by ask
+        self._asks = count(1)
         self._unsent: deque[list[bytes]] = deque()
         self._retry: asyncio.TimerHandle | None = None
         self._open = False
@@ -89,7 +96,7 @@ class Client:
             stream.close()
         self._open = False
         self._end_streams("the client was closed", "cancelled", "")
-        for question in self._questions.values():
+        for question in (*self._questions.values(), *self._holds.values()):
             question.cancel()
         if self._retry is not None:
             self._retry.cancel()
@@ -141,13 +148,26 @@ class Client:
         """End a stream by its id, whoever started it; its Finished goes to its owner."""
         self._send(Cancel(request_id))
 
-    async def park(self, request_id: str) -> None:
-        """Take a stream off the device until `resume`."""
-        self._send(Park(request_id))
+    async def park(self, request_id: str, deadline_s: float = DEFAULT_PARK_S, *, timeout_s: float = HOLD_TIMEOUT_S) -> HoldAnswer:
+        """Set a request aside, whoever started it, until `resume`, or until `deadline_s` have passed. The answer comes when it
+        has left the batch; its `code` says if that cannot be. ValueError for a deadline out of range, TimeoutError if no answer
+        came (the request will be set aside all the same), ConnectionError if the router is gone."""
+        if not 0 < deadline_s <= MAX_PARK_S:
+            raise ValueError(f"deadline_s must be above 0 and at most {MAX_PARK_S:.0f}, not {deadline_s}")
+        return await self._hold(Park(request_id, deadline_s=deadline_s, ask=next(self._asks)), timeout_s)
 
-    async def resume(self, request_id: str) -> None:
-        """Let a stream that was parked by `park` go on."""
-        self._send(Resume(request_id))
+    async def resume(self, request_id: str, *, timeout_s: float = HOLD_TIMEOUT_S) -> HoldAnswer:
+        """Let a request that was set aside come back as soon as it fits. Answered at once; errors as of `park`."""
+        return await self._hold(Resume(request_id, ask=next(self._asks)), timeout_s)
+
+    async def _hold(self, message: Park | Resume, timeout_s: float) -> HoldAnswer:
+        answer = self._holds[message.ask] = self._loop.create_future()
+        try:
+            self._send(message)
+            async with asyncio.timeout(timeout_s):
+                return await answer
+        finally:
+            self._holds.pop(message.ask, None)
 
     # the socket -------------------------------------------------------------------------------------------------------
     def _send(self, message: Message) -> None:
@@ -191,6 +211,9 @@ class Client:
         if isinstance(message, Status):
             if (question := self._questions.get(message.request_id)) is not None and not question.done():
                 question.set_result(message)
+        elif isinstance(message, HoldAnswer):
+            if (hold := self._holds.get(message.ask)) is not None and not hold.done():
+                hold.set_result(message)
         elif (stream := self._streams.get(message.request_id)) is not None:
             if isinstance(message, Finished | Rejected):
                 del self._streams[message.request_id]
@@ -206,6 +229,9 @@ class Client:
             self._receive()  # what had arrived before the end still counts
             lost = list(self._streams)
             self._end_streams("the router is gone", "error", "router_lost")
+            for hold in self._holds.values():
+                if not hold.done():
+                    hold.set_exception(ConnectionError("the router is gone"))
             for request_id in lost:
                 self._send(Cancel(request_id))
 

@@ -59,7 +59,16 @@ class Worker:
 
     def _wants_seat(self, request: Request) -> bool:
         """Neither parked nor set aside before it ever ran."""
-        return request.parked_at is None and not (request.is_paused and request.request_id in self.starting)
+        return request.parked_at is None and not (request.is_paused and not self.has_begun(request))
+
+    def has_begun(self, request: Request) -> bool:
+        """Whether one of its requests has a seat, as far as is known."""
+        return request.begun or request.request_id not in self.starting
+
+    def slot_of(self, request: Request) -> Slot | None:
+        """Its line of the newest list, if it is there."""
+        slots = self.load.slots if self.load is not None else []
+        return next((slot for slot in slots if slot.request_id == request.request_id), None)
 
     @property
     def waiting(self) -> int:
@@ -125,6 +134,7 @@ class Worker:
         self.assigned[request.request_id] = request
         self.starting[request.request_id] = request.cells
         request.worker = self.identity
+        request.begun = False
 
     def drop(self, request: Request) -> None:
         """The request is no longer its."""
@@ -191,12 +201,33 @@ class Fleet:
         """The longest context of any worker; 0 while none is known."""
         return max(self.max_context.values(), default=0)
 
+    def in_batch(self, request: Request) -> bool:
+        """Whether it runs on a worker, or is on its way there: once told to park it, the worker will say when it has left."""
+        worker = self.workers.get(request.worker) if request.worker is not None else None
+        if worker is None or not worker.has_begun(request):
+            return False
+        slot = worker.slot_of(request)
+        return request.parked_at is None or (slot is not None and slot.state == "resuming")
+
+    def slot_of(self, request: Request) -> Slot | None:
+        """Its line of `slots`, if it has a seat."""
+        worker = self.workers.get(request.worker) if request.worker is not None else None
+        slot = worker.slot_of(request) if worker is not None else None
+        return self._shown(worker, slot) if worker is not None and slot is not None else None
+
     def slots(self) -> list[Slot]:
         """The seats of all living workers, each with a number of its own: seat * workers + the worker's rank by name."""
-        names = sorted(self.max_context)
         return [
-            slot if len(names) == 1 else replace(slot, id=slot.id * len(names) + names.index(worker.name))
+            self._shown(worker, slot)
             for worker in sorted(self.workers.values(), key=lambda worker: worker.name)
             if worker.load is not None and not worker.lost
             for slot in worker.load.slots
         ]
+
+    def _shown(self, worker: Worker, slot: Slot) -> Slot:
+        """As clients see it: its number among all, and whether it is set aside, which the worker hears later than we."""
+        names = sorted(self.max_context)
+        request = worker.assigned.get(slot.request_id)
+        number = slot.id if len(names) == 1 else slot.id * len(names) + names.index(worker.name)
+        held = request.held if request is not None else False
+        return slot if (number, held) == (slot.id, slot.held) else replace(slot, id=number, held=held)

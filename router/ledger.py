@@ -11,6 +11,7 @@ from router.actions import Action, ToWorker
 from router.admission import refusal, too_long
 from router.delivery import Delivery
 from router.fleet import Fleet, Worker
+from router.holds import Holds
 from router.queue import Queue
 from router.request import Request
 from router.totals import Totals
@@ -38,6 +39,7 @@ class Ledger:
         self._out: list[Action] = []
         self._queue = Queue()
         self._delivery = Delivery(self._out)
+        self._holds = Holds(self.requests, self.fleet, self._out)
         self._arrivals = 0
         self._drain_until = 0.0
         self._pinged_at = self._ticked_at = float("-inf")
@@ -70,15 +72,9 @@ class Ledger:
             case messages.Cancel(request_id):
                 if (request := self.requests.get(request_id)) is not None:
                     self._cancel(request, now)
-            case messages.Park(request_id):
-                if (request := self.requests.get(request_id)) is not None and not request.held:
-                    request.held = True
-                    self._to_worker(request, messages.Park(request_id))
-            case messages.Resume(request_id):
-                if (request := self.requests.get(request_id)) is not None and request.held:
-                    request.held = False
-                    self._to_worker(request, messages.Resume(request_id))
-                    self._dispatch(now)
+            case messages.Park() | messages.Resume():
+                self._holds.heard(client, message, now)
+                self._dispatch(now)
         return self._take()
 
     def from_worker(self, identity: bytes, message: messages.WorkerToRouter, now: float) -> list[Action]:
@@ -120,6 +116,8 @@ class Ledger:
         """Accept nothing new. What was accepted, queued requests too, has `drain_s` to end by itself."""
         if not self.draining:
             self.draining, self._drain_until = True, now + drain_s
+            self._holds.close()
+            self._dispatch(now)
         return self._take()
 
     def abort(self, now: float) -> list[Action]:
@@ -148,6 +146,8 @@ class Ledger:
                 self._lose(worker, now)
         for request in list(self._delivery.blocked.values()):
             self._check_credit(request, now)
+        for request in self._holds.overdue(now):
+            self._holds.release(request)
         self._delivery.probe_quiet(now)
         if self.draining and now >= self._drain_until:
             self._end_all("the server is stopping and the stream took too long", now)
@@ -201,6 +201,7 @@ class Ledger:
             self.totals.parked_s.observe(now - request.parked_at)
             request.parked_at = None
         request.finished = finished
+        self._holds.ended(request)
         if self._delivery.flush(request, now) or at_once:
             self._send_last(request, now)
 
@@ -214,6 +215,7 @@ class Ledger:
     def _remove(self, request: Request, now: float) -> None:
         """Out of every book."""
         self._queue.discard(request)
+        self._holds.ended(request)
         self._leave_worker(request, now)
         self._delivery.remove(request)
         del self.requests[request.request_id]
@@ -224,6 +226,7 @@ class Ledger:
 
     # streams ----------------------------------------------------------------------------------------------------------
     def _of_stream(self, worker: Worker, request: Request, message: OfStream, now: float) -> None:
+        request.begun = True
         match message:
             case messages.Tokens():
                 new = request.append(message)
@@ -240,6 +243,7 @@ class Ledger:
                 if event == "parked":
                     request.parked_at = now
                     request.park_kind = kind
+                    self._holds.left_batch(request)
                 else:
                     request.parked_at = None
                     self.totals.parked_s.observe(parked_ms / 1000)
@@ -296,19 +300,11 @@ class Ledger:
         self._queue.discard(request)
         request.started = True
         worker.take(request)
-        if request.parked_at is not None:
-            self._resumed_elsewhere(request, now)
+        if request.parked_at is not None:  # its worker was lost meanwhile
+            notice = request.resume_elsewhere(now)
+            self.totals.parked_s.observe(notice.parked_ms / 1000)
+            self._delivery.send(request, notice, now)
         self._to_worker(request, messages.Submit(request.generate, request.arrival, request.tokens[:], request.usage))
-
-    def _resumed_elsewhere(self, request: Request, now: float) -> None:
-        """Its worker was lost while it was parked: the pause ends where the next life begins."""
-        pause_s = now - request.parked_at
-        request.parked_at = None
-        self.totals.parked_s.observe(pause_s)
-        pause_ms = round(1000 * pause_s)
-        request.usage = replace(request.usage, parked_ms=request.usage.parked_ms + pause_ms)
-        notice = messages.Notice(request.request_id, "resumed", request.park_kind, "recompute", pause_ms, request.usage)
-        self._delivery.send(request, notice, now)
 
     # workers ----------------------------------------------------------------------------------------------------------
     def _hello(self, identity: bytes, hello: messages.Hello, now: float) -> None:
@@ -386,6 +382,7 @@ class Ledger:
             self._end_with(request, "error", now, why, "worker_lost")
         else:
             self._queue.add(request)
+            self._holds.left_batch(request)
 
     def _ping(self, now: float) -> None:
         self._pinged_at = now

@@ -2,8 +2,10 @@
 
 from dataclasses import dataclass, field
 
+from msgspec.structs import replace
+
 from wire.codec import pack
-from wire.messages import Finished, Generate, Logprob, Message, ParkKind, Tokens, Usage
+from wire.messages import Finished, Generate, Logprob, Message, Notice, ParkKind, Tokens, Usage
 
 WINDOW_BYTES = 64 << 10  # of a stream's encoded messages that the client has not taken in yet
 SUSPECT_REPLAYS = 3  # so many without a token: it runs alone until it gets one
@@ -29,6 +31,7 @@ class Request:
     usage: Usage = field(init=False)
     worker: bytes | None = None
     started: bool = False  # some worker has had it
+    begun: bool = False  # its worker has said something of it: it has a seat there
     replays: int = 0  # since its newest token
     token_at: float | None = None
     parked_at: float | None = None
@@ -86,6 +89,14 @@ class Request:
         if self.generate.sampling.logprobs is not None:
             self.logprobs += message.logprobs[skip:]
         return len(new)
+
+    def resume_elsewhere(self, now: float) -> Notice:
+        """Its worker was lost while it was parked: the pause ends where the next life begins. What the client is told."""
+        assert self.parked_at is not None
+        pause_ms = round(1000 * (now - self.parked_at))
+        self.parked_at = None
+        self.usage = replace(self.usage, parked_ms=self.usage.parked_ms + pause_ms)
+        return Notice(self.request_id, "resumed", self.park_kind, "recompute", pause_ms, self.usage)
 
     # out ------------------------------------------------------------------------------------------------------------------
     @property

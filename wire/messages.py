@@ -130,11 +130,12 @@ class Cancel(Message):
 
 class Park(Message):
     """Take the sequence off the device until `Resume`, or until `deadline_s` have passed: the router sees to that. A client's is
-    answered by HoldAnswer. `credit` is the router's own reason: the client does not read."""
+    answered by HoldAnswer, which has its `ask`. `credit` is the router's own reason: the client does not read."""
 
     request_id: RequestId
     reason: Literal["explicit", "credit"] = "explicit"
     deadline_s: Annotated[float, Meta(gt=0, le=MAX_PARK_S)] = DEFAULT_PARK_S
+    ask: Count = 0
 
 
 class Resume(Message):
@@ -142,6 +143,7 @@ class Resume(Message):
 
     request_id: RequestId
     reason: Literal["explicit", "credit"] = "explicit"
+    ask: Count = 0
 
 
 class Credit(Message):
@@ -189,6 +191,7 @@ class HoldAnswer(Message):
     code: Literal["", "unknown_request", "conflict"] = ""
     message: str = ""
     slot: Slot | None = None
+    ask: int = 0
 
 
 class Notice(Message):

@@ -15,7 +15,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from router.openai import info, tokens
+from router.openai import info, slots, tokens
 from router.openai.chat import chat_completions
 from router.openai.completions import completions
 from router.openai.errors import CLIENT_CLOSED_REQUEST, ApiError
@@ -39,7 +39,9 @@ def create_app(serving: Serving) -> ASGIApp:
             Route("/detokenize", tokens.detokenize, methods=["POST"]),
             Route("/health", info.health, methods=["GET"]),
             Route("/metrics", info.metrics, methods=["GET"]),
-            Route("/slots", info.slots, methods=["GET"]),
+            Route("/slots", slots.slots, methods=["GET"]),
+            Route("/slots/{id}/park", slots.park, methods=["POST"]),
+            Route("/slots/{id}/resume", slots.resume, methods=["POST"]),
             Route("/props", info.props, methods=["GET"]),
         ],
         exception_handlers={

@@ -1,4 +1,4 @@
-"""What can be asked about the server: models, health, metrics, slots, properties."""
+"""What can be asked about the server: models, health, metrics, properties."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ from router.openai.errors import ApiError, shutting_down
 from router.openai.limits import MAX_BODY_BYTES
 from router.openai.params import MAX_N, MAX_STOP_STRINGS, MAX_STREAMS
 from router.openai.serving import Serving
-from wire.messages import MAX_LOGPROBS, Slot
+from wire.messages import MAX_LOGPROBS
 
 
 async def models(request: Request) -> Response:
@@ -40,16 +40,6 @@ async def metrics(request: Request) -> Response:
     """GET /metrics: the router's counters and gauges as Prometheus text."""
     status = await request.app.state.serving.status()
     return Response(status.metrics.encode(), media_type="text/plain; version=0.0.4; charset=utf-8")
-
-
-async def slots(request: Request) -> Response:
-    """GET /slots: a JSON array with every key in every entry. `acceptance` is null before anything was drafted."""
-    status = await request.app.state.serving.status()
-    return _json([msgspec.structs.asdict(slot) | {"acceptance": _acceptance(slot)} for slot in status.slots])
-
-
-def _acceptance(slot: Slot) -> float | None:
-    return round(slot.accepted / slot.drafted, 4) if slot.drafted else None
 
 
 async def props(request: Request) -> Response:

@@ -9,8 +9,8 @@ from typing import Any
 from msgspec import Struct
 
 from router.openai.errors import invalid, unsupported
-from router.openai.schema import ChatMessage, ChatRequest, CompletionRequest, Number, Refused, Request, neutral
-from wire.messages import MAX_LOGPROBS, MAX_PRIORITY, Sampling
+from router.openai.schema import ChatMessage, ChatRequest, CompletionRequest, Number, ParkRequest, Refused, Request, neutral
+from wire.messages import DEFAULT_PARK_S, MAX_LOGPROBS, MAX_PARK_S, MAX_PRIORITY, Sampling
 
 MAX_N = 128
 MAX_STREAMS = 1024  # prompts times n of one request
@@ -78,6 +78,15 @@ def chat_params(request: ChatRequest, vocab_size: int) -> Params:
         logprobs=(top or 0) if request.logprobs else None,
         continues=False,
     )
+
+
+def park_deadline_s(request: ParkRequest) -> float:
+    """After how long a parked request comes back by itself; ApiError 400 for what is no such time."""
+    deadline_s = DEFAULT_PARK_S if request.deadline_s is None else request.deadline_s
+    if not 0 < deadline_s <= MAX_PARK_S:  # false for NaN too
+        told = _short(deadline_s) if isinstance(deadline_s, int) else deadline_s
+        raise invalid(f"'deadline_s' must be above 0 and at most {MAX_PARK_S:.0f} seconds, not {told}.", "deadline_s")
+    return float(deadline_s)
 
 
 def chat_messages(messages: list[ChatMessage] | None) -> list[dict[str, str]]:

@@ -136,13 +136,24 @@ class DetokenizeRequest(Struct, kw_only=True):
     tokens: list[Number] | None = None
 
 
+class ParkRequest(Struct, kw_only=True, forbid_unknown_fields=True):
+    """POST /slots/{id}/park; no body at all is as good as an empty one. A typing error in it would go unnoticed for minutes."""
+
+    deadline_s: Number | None = None
+
+
+class ResumeRequest(Struct, kw_only=True, forbid_unknown_fields=True):
+    """POST /slots/{id}/resume: nothing can be said."""
+
+
 def neutral(value: Any) -> bool:
     """Whether a refused parameter asks for nothing."""
     return value is None or value is False or value == 0 or value in ([], {}, "")
 
 
 _WHERE = re.compile(r" - at `(?:[^`]*` in `)?\$\.?([^`]*)`$")
-_decoders = {kind: msgspec.json.Decoder(kind) for kind in (CompletionRequest, ChatRequest, TokenizeRequest, DetokenizeRequest)}
+_KINDS = (CompletionRequest, ChatRequest, TokenizeRequest, DetokenizeRequest, ParkRequest, ResumeRequest)
+_decoders = {kind: msgspec.json.Decoder(kind) for kind in _KINDS}
 
 
 def decode(body: bytes, kind: type[T]) -> T:

@@ -55,6 +55,7 @@ class Scene:
         waiting: int = 0,
         running: int | None = None,
         lists: list[str] | None = None,
+        slots: list[Slot] | None = None,
         stuck: bool = False,
         counters: Counters | None = None,
     ) -> None:
@@ -62,7 +63,7 @@ class Scene:
         worker = self.ledger.fleet.workers.get(identity)
         if lists is None:
             lists = [*worker.assigned, *worker.stale] if worker is not None else []
-        slots = [Slot(number, request_id, "running") for number, request_id in enumerate(lists)]
+        slots = slots or [Slot(number, request_id, "running") for number, request_id in enumerate(lists)]
         self.steps[identity] += not stuck
         running = len(lists) if running is None else running
         cells = cells or PoolCells(free=2048)
@@ -136,6 +137,8 @@ class Scene:
         assert not ledger._delivery.blocked
         assert not ledger._delivery._by_client
         assert not ledger._delivery._sent_at
+        assert not ledger._holds._until
+        assert not ledger._holds._asked
         for worker in ledger.fleet.workers.values():
             assert not worker.assigned
             assert not worker.starting

@@ -124,18 +124,56 @@ def test_notices_and_explicit_parks_travel(run):
             worker = await s.worker()
             stream = client.submit(Generate("r", [1], max_tokens=1))
             submit = await worker.next(Submit)
-            await client.park("r")
+            await worker.say_load()
+            await until(client, lambda status: status.slots != [])
+            parking = asyncio.create_task(client.park("r"))
             assert await worker.next() == Park("r")
+            assert (await client.park("r")).code == "conflict"  # answered before the first, and to the right asker
+            assert not parking.done()
             await worker.say(Notice("r", "parked", "explicit", usage=Usage(3, parks=1)))
+            answer = await parking
+            assert (answer.code, answer.slot.request_id, answer.slot.held) == ("", "r", True)
             assert (await anext(stream)).event == "parked"
             assert stream.usage.parks == 1
             await until(client, lambda status: status.parked == 1)
-            await client.resume("r")
+            assert not (await client.resume("r")).slot.held
             assert await worker.next() == Resume("r")
+            assert (await client.resume("r")).code == "conflict"
+            assert (await client.park("nobody")).code == "unknown_request"
+            with pytest.raises(ValueError, match="deadline_s must be above 0"):
+                await client.park("r", 0)
             await worker.say(Notice("r", "resumed", "explicit", usage=Usage(3, parks=1)))
             assert (await anext(stream)).event == "resumed"
             await worker.play(submit)
             assert await ids_of(stream) == [0]
+
+    run(story())
+
+
+def test_a_park_that_is_not_answered_ends_in_time_or_with_the_router(run):
+    async def story():
+        run_dir = tempfile.mkdtemp(prefix="parkade-")
+        try:
+            s = await _start(run_dir)
+            async with s.client() as client:
+                worker = await s.worker()
+                stream = client.submit(Generate("r", [1], max_tokens=2))
+                await worker.next(Submit)
+                await worker.say(Tokens("r", 0, [7]))
+                await anext(stream)
+                with pytest.raises(TimeoutError):
+                    await client.park("r", timeout_s=0.01)
+                await client.resume("r")
+                parking = asyncio.create_task(client.park("r"))
+                await worker.next(Park)
+                await worker.next(Park)
+                await _kill(s)
+                with pytest.raises(ConnectionError):
+                    await parking
+                assert client._holds == {}
+                await s.close()
+        finally:
+            shutil.rmtree(run_dir)
 
     run(story())
 

@@ -24,6 +24,7 @@ from wire.messages import (
     Generate,
     Goodbye,
     Hello,
+    HoldAnswer,
     Load,
     Message,
     Notice,
@@ -150,6 +151,7 @@ class FakeClient:
     last: dict[str, Finished | Rejected] = field(default_factory=dict)
     consumed: dict[str, int] = field(default_factory=dict)
     cancelled: set[str] = field(default_factory=set)
+    holds: dict[int, HoldAnswer | None] = field(default_factory=dict)  # answers to its parks and resumes
     gone: bool = False
 
     def read(self) -> list[Message]:
@@ -157,6 +159,10 @@ class FakeClient:
         touched = set()
         while self.inbox:
             message, nbytes = self.inbox.popleft()
+            if isinstance(message, HoldAnswer):
+                assert self.holds[message.ask] is None, f"{message} after {self.holds[message.ask]}"
+                self.holds[message.ask] = message
+                continue
             request_id = message.request_id
             assert request_id not in self.last, f"{message} after the last word"
             self.consumed[request_id] += nbytes
@@ -184,7 +190,7 @@ class World:
         self.ledger = Ledger(self.rng.choice((5, 50)), lambda: self.rng.getrandbits(63))
         self.clients: list[FakeClient] = []
         self.workers: dict[str, FakeWorker | None] = {f"cpu{i}": None for i in range(self.rng.choice((1, 2, 3)))}
-        self.lives = self.requests = 0
+        self.lives = self.requests = self.asks = 0
         self.lost_workers: set[bytes] = set()
 
     # doing ----------------------------------------------------------------------------------------------------------------
@@ -212,7 +218,10 @@ class World:
         request_id = f"r{self.requests}"
         length = self.rng.choice((1, 5, 30, 300))
         sampling = Sampling(seed=self.rng.choice((None, self.requests)) or self.requests)
-        generate = Generate(request_id, list(range(self.rng.randrange(1, 50))), max_tokens=length, sampling=sampling)
+        generate = Generate(
+            request_id, list(range(self.rng.randrange(1, 50))), max_tokens=length, sampling=sampling,
+            priority=self.rng.choice((0, 0, 0, -1, 5)),
+        )  # fmt: skip
         client.asked[request_id] = generate
         client.got[request_id] = []
         client.consumed[request_id] = 0
@@ -225,10 +234,21 @@ class World:
         if not alive or client.gone:
             return
         request_id = self.rng.choice(alive)
-        kind = self.rng.choice((Cancel, Park, Resume, Resume))
-        if kind is Cancel:
+        meddler = self.rng.choice([client for client in self.clients if not client.gone])
+        self.asks += 1
+        message = self.rng.choice(
+            (
+                Cancel(request_id),
+                Park(request_id, deadline_s=self.rng.choice((0.1, 5, 300)), ask=self.asks),
+                Resume(request_id, ask=self.asks),
+                Resume(request_id, ask=self.asks),
+            )
+        )
+        if isinstance(message, Cancel):
             client.cancelled.add(request_id)
-        self.act(self.ledger.from_client(self.rng.choice(self.clients).name, kind(request_id), self.now))
+        else:
+            meddler.holds[message.ask] = None
+        self.act(self.ledger.from_client(meddler.name, message, self.now))
 
     def fate(self) -> None:
         """Something happens to a worker or a client."""
@@ -280,11 +300,12 @@ class World:
             assert len(request.tokens) <= request.generate.max_tokens
         assert self.ledger._queue.fresh <= self.ledger.max_queued
         for client in self.clients:
-            waiting = sum(nbytes for _, nbytes in client.inbox)
+            waiting = sum(nbytes for message, nbytes in client.inbox if not isinstance(message, HoldAnswer))
             assert waiting <= len(client.asked) * (WINDOW_BYTES + MAX_STREAM_MESSAGE_BYTES)
 
     def check_end(self) -> None:
         for client in (client for client in self.clients if not client.gone):
+            assert all(client.holds.values()), f"unanswered: {client.holds}"
             for request_id, generate in client.asked.items():
                 last = client.last.get(request_id)
                 assert last is not None, f"{request_id} never ended"
@@ -305,6 +326,7 @@ class World:
         assert not ledger._delivery._by_client and not ledger._delivery._sent_at
         assert (ledger.queued, ledger.running, ledger.parked) == (0, 0, 0)
         assert all(not worker.assigned and not worker.stale for worker in ledger.fleet.workers.values())
+        assert not ledger._holds._until and not ledger._holds._asked
 
 
 @pytest.fixture(autouse=True)
@@ -337,9 +359,6 @@ def run_schedule(seed: int, turns: int = 250) -> World:
     for turn in range(6000):
         if not world.ledger.requests and turn > 160:  # until stale ids are forgotten, too
             break
-        if turn % 50 == 0:
-            for request_id in [request.request_id for request in world.ledger.requests.values() if request.held]:
-                world.act(world.ledger.from_client(world.clients[0].name, Resume(request_id), world.now))
         world.turn()
     for client in world.clients:
         if not client.gone:
@@ -369,7 +388,7 @@ def test_many_more_random_schedules(first):
 
 def test_the_schedules_reach_the_interesting_places():
     """Otherwise they would prove nothing."""
-    replays = parks = lost = slow = 0
+    replays = parks = lost = slow = held = refused = 0
     for seed in range(100, 125):
         world = run_schedule(seed)
         totals = world.ledger.totals
@@ -377,7 +396,10 @@ def test_the_schedules_reach_the_interesting_places():
         lost += totals.workers_lost
         parks += sum(totals.parked_s.counts)
         slow += sum(isinstance(m, Finished) and m.code == "slow_client" for c in world.clients for m in c.last.values())
-    assert replays > 100 and lost > 50 and parks > 100 and slow > 0
+        answers = [answer for client in world.clients for answer in client.holds.values() if answer is not None]
+        held += sum(not answer.code for answer in answers)
+        refused += sum(bool(answer.code) for answer in answers)
+    assert replays > 100 and lost > 50 and parks > 100 and slow > 0 and held > 50 and refused > 50
     assert len(pack(Tokens("r" * 64, 2**31, [2**31] * 1024))) < MAX_STREAM_MESSAGE_BYTES
 
 
