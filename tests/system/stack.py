@@ -18,6 +18,9 @@ from pathlib import Path
 import httpx
 import psutil
 
+from router.client import Client
+from wire.messages import Finished, Notice, Tokens
+
 READY_TIMEOUT_S = 90
 STREAM_TIMEOUT_S = 240
 
@@ -197,6 +200,48 @@ def together(*streams, timeout_s: float = STREAM_TIMEOUT_S) -> list[Answer]:
     return asyncio.run(run())
 
 
+@dataclass
+class Heard:
+    """One stream as a ZeroMQ client heard it. `notices` are in order, `known[i]` the tokens that had come before notices[i]."""
+
+    ids: list[int] = field(default_factory=list)
+    notices: list[Notice] = field(default_factory=list)
+    known: list[int] = field(default_factory=list)
+    finished: Finished | None = None
+
+    @property
+    def parks(self) -> int:
+        return sum(notice.event == "parked" for notice in self.notices)
+
+
+async def hear(client: Client, prompt_ids: list[int], *, on_message=None, **options: object) -> Heard:
+    """One request, read to its end. Several gathered from one client arrive in the order of the calls. `on_message(heard)` is
+    called after each message."""
+    heard = Heard()
+    async for message in client.generate(prompt_ids, ignore_eos=True, **options):
+        match message:
+            case Tokens():
+                heard.ids += message.tokens
+            case Notice():
+                heard.notices.append(message)
+                heard.known.append(len(heard.ids))
+            case Finished():
+                heard.finished = message
+        if on_message is not None:
+            on_message(heard)
+    return heard
+
+
+def by_zeromq(stack: Stack, scenario, timeout_s: float = STREAM_TIMEOUT_S):
+    """Run `scenario(client)`, a coroutine function, with a client of its own; what it returns."""
+
+    async def run():
+        async with Client(stack.address) as client:
+            return await asyncio.wait_for(scenario(client), timeout_s)
+
+    return asyncio.run(run())
+
+
 def each(count: int, call):
     """An `on_tokens` that calls `call(answer)` whenever `count` more tokens have come; a chunk may bring several."""
     reached = [0]
@@ -210,6 +255,11 @@ def each(count: int, call):
 
 
 TOPICS = ["a lighthouse keeper", "the tides of the sea", "a city at night", "an old clockmaker", "rivers and mountains", "bread"]
+
+
+def prompt_ids(number: int, count: int) -> list[int]:
+    """A prompt of exactly `count` tokens that every model knows, different from its neighbours from the first one on."""
+    return [10 + (number * 7919 + position * 37) % 1900 for position in range(count)]
 
 
 def prompt(number: int, words: int = 180) -> str:
