@@ -6,7 +6,7 @@ from msgspec import Struct
 
 from gpu_worker.policy.limits import Limits
 from sim.device import VOCAB
-from sim.hostcache import BLOCK_BYTES
+from sim.hostcache import BLOCK_BYTES, STATE_BYTES
 from wire.messages import Generate, Sampling
 
 
@@ -81,6 +81,8 @@ def _limits(rng: random.Random) -> Limits:
         draft_cost=rng.choice([(0,), (20,), (20, 40, 60), (80,)]),
         state_slots=rng.choice([1, slots, slots + 1, slots + 2]) if recurrent else None,
         eos_token_ids=(rng.randrange(VOCAB),),
+        block_bytes=BLOCK_BYTES,
+        state_bytes=STATE_BYTES if recurrent else 0,
         park_mode=rng.choice(["save"] * 8 + ["auto", "recompute"]),
     )
 

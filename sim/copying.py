@@ -54,12 +54,12 @@ class HostCache:
         """A grant, if the budget has room for the image."""
         nbytes = self._costs.lease_bytes(ask.num_blocks)
         if self.used_bytes + nbytes > self.budget_bytes:
-            return LeaseDenied(ask.ask, "full", self._fill())
+            return LeaseDenied(ask.ask, "full", self._fill(), self.budget_bytes)
         self.used_bytes += nbytes
         self.most_used_bytes = max(self.most_used_bytes, self.used_bytes)
         self._last_lease += 1
         self._leases[self._last_lease] = nbytes
-        return LeaseGranted(ask.ask, self._last_lease, self._fill())
+        return LeaseGranted(ask.ask, self._last_lease, self._fill(), self.budget_bytes)
 
     def release(self, lease: int) -> None:
         self.used_bytes -= self._leases.pop(lease)

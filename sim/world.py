@@ -11,7 +11,7 @@ from gpu_worker.policy.scheduler import Scheduler
 from sim.case import Case
 from sim.device import Device
 from sim.drafts import Drafts
-from sim.hostcache import HostCache
+from sim.hostcache import BLOCK_BYTES, STATE_BYTES, HostCache
 from sim.invariants import check, check_plan, check_report
 from sim.ledger import Stream
 from sim.watch import Watch
@@ -27,6 +27,7 @@ class World:
     def __init__(self, case: Case) -> None:
         self.case = case
         self.rng = random.Random(case.seed + 1)
+        self._costs = random.Random(case.seed + 2)  # of its own, so that what is measured draws no other schedule
         self.tick = 0
         self.cache = HostCache(case.budget_bytes, case.limits.block_size, case.limits.state_slots is not None)
         self.streams: dict[str, Stream] = {}
@@ -100,7 +101,7 @@ class World:
             self._check_writes(row)
             results.append(self.device.run(row))
         self.counts["steps"] += 1
-        done = StepDone(results, plan.epoch)
+        done = StepDone(results, plan.epoch, self._took())
         if self.rng.random() < self.case.late_events:
             self._deliver()
             if self.rng.random() < self.case.cancels:
@@ -143,13 +144,13 @@ class World:
             case events.Save(request_id):
                 self.cache.save_half(action, self.device, first=True)
                 self._saves[request_id] = action
-                self._later(events.Saved(request_id, True), self.case.copy_delay)
+                self._later(events.Saved(request_id, True, self._image_bytes(action), self._took()), self.case.copy_delay)
                 self.counts["saves"] += 1
                 self.counts["states saved"] += action.state_slot >= 0
             case events.Load(request_id):
                 self.cache.load_half(action, self.device, first=True)
                 self._loads[request_id] = action
-                self._later(events.Loaded(request_id, True), self.case.copy_delay)
+                self._later(events.Loaded(request_id, True, self._image_bytes(action), self._took()), self.case.copy_delay)
                 self.counts["loads"] += 1
                 self.counts["states loaded"] += action.state_slot >= 0
             case events.ReleaseLease(lease):
@@ -161,6 +162,7 @@ class World:
                 self.streams[request_id].notify(action)
                 if event == "parked":
                     self.counts[f"{kind} parks"] += 1
+                    self.counts[f"cells: {action.mode} {action.reason}"] += 1
             case events.Finish(request_id):
                 stream = self.streams[request_id]
                 assert stream.finish is None, f"{request_id} ends twice"
@@ -172,11 +174,20 @@ class World:
 
     def _reserve(self, action: events.Reserve) -> None:
         lease = self.cache.reserve(action)
+        budget_bytes = self.cache.budget_bytes
+        fill = self.cache.used_bytes / budget_bytes if budget_bytes else 1.0
         if lease is None:
             self.counts["denials"] += 1
-            self._later(events.LeaseDenied(action.ask, "full"), self.case.answer_delay)
+            self._later(events.LeaseDenied(action.ask, "full", fill, budget_bytes), self.case.answer_delay)
         else:
-            self._later(events.LeaseGranted(action.ask, lease), self.case.answer_delay)
+            self._later(events.LeaseGranted(action.ask, lease, fill, budget_bytes), self.case.answer_delay)
+
+    def _took(self) -> float:
+        """Seconds of a step or a copy: anything, for the choice between saving and recomputing must hurt nobody."""
+        return self._costs.choice([0.0, 0.001, 0.01, 0.01, 0.1])
+
+    def _image_bytes(self, action: events.Save | events.Load) -> int:
+        return len(action.blocks) * BLOCK_BYTES + (STATE_BYTES if action.state_slot >= 0 else 0)
 
     def _later(self, event: Event, delay: int) -> None:
         self._inbox.append((self.tick + self.rng.randint(0, delay), event))
@@ -188,15 +199,15 @@ class World:
         self._inbox = [(tick, event) for tick, event in self._inbox if tick > self.tick]
         for event in due:
             match event:
-                case events.Saved(request_id, ok):
+                case events.Saved(request_id, ok, nbytes, seconds):
                     done = self.cache.save_half(self._saves.pop(request_id), self.device, first=False)
-                    event = events.Saved(request_id, ok and done)
-                case events.Loaded(request_id, ok):
+                    event = events.Saved(request_id, ok and done, nbytes, seconds)
+                case events.Loaded(request_id, ok, nbytes, seconds):
                     done = self.cache.load_half(self._loads.pop(request_id), self.device, first=False)
                     if self.rng.random() < self.case.corrupt_loads:
                         done = False
                         self.counts["corrupt loads"] += 1
-                    event = events.Loaded(request_id, ok and done)
+                    event = events.Loaded(request_id, ok and done, nbytes, seconds)
             self._handle(event)
 
     # disturbances ---------------------------------------------------------------------------------------------------------
