@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 
 from router.client import RejectedError
-from wire.messages import Finished, Generate, Logprob, Message, Notice, Slot, Status, Tokens, Usage, WorkerStatus
+from wire.messages import Finished, Generate, HoldAnswer, Logprob, Message, Notice, Slot, Status, Tokens, Usage, WorkerStatus
 
 Script = Callable[["FakeStream"], AsyncIterator[Message]]
 
@@ -48,6 +48,9 @@ class FakeClient:
         self.accept: asyncio.Event | None = None
         self.rejections: dict[int, RejectedError] = {}  # by number of the stream
         self.answer: Status | None = ready_status()
+        self.later: Status | None = None  # what it answers after the first time
+        self.holds: list[tuple[str, str, float | None]] = []  # what was parked or resumed, and for how long
+        self.hold_answer: HoldAnswer | Exception = HoldAnswer("r")
 
     def submit(self, generate: Generate) -> FakeStream:
         stream = FakeStream(generate, self.script, self.accept, self.rejections.get(len(self.streams)))
@@ -58,7 +61,20 @@ class FakeClient:
     async def status(self) -> Status:
         if self.answer is None:
             await asyncio.Event().wait()
-        return self.answer
+        answer, self.answer = self.answer, self.later or self.answer
+        return answer
+
+    async def park(self, request_id: str, deadline_s: float) -> HoldAnswer:
+        return self._hold("park", request_id, deadline_s)
+
+    async def resume(self, request_id: str) -> HoldAnswer:
+        return self._hold("resume", request_id, None)
+
+    def _hold(self, what: str, request_id: str, deadline_s: float | None) -> HoldAnswer:
+        self.holds.append((what, request_id, deadline_s))
+        if isinstance(self.hold_answer, Exception):
+            raise self.hold_answer
+        return self.hold_answer
 
     @property
     def asked(self) -> Generate:

@@ -1,4 +1,4 @@
-"""What surrounds the answers: health, metrics, slots, properties, models, tokens, keys, request ids, draining."""
+"""What surrounds the answers: health, metrics, properties, models, tokens, keys, request ids, draining."""
 
 import asyncio
 
@@ -25,15 +25,6 @@ async def test_health(adapter: Adapter) -> None:
     answer = await adapter.http.get("/health")
     assert error_of(answer, 503)["code"] == "router_lost"
     assert answer.headers["retry-after"]
-
-
-async def test_slots_have_every_key(adapter: Adapter) -> None:
-    names = ("id", "request_id", "state", "n_tokens", "is_preempted", "n_preempt", "n_recompute", "parked_ms")
-    names += ("drafted", "accepted", "acceptance")
-    idle = (0, "", "idle", 0, False, 0, 0, 0, 0, 0, None)
-    parked = (1, "chatcmpl-1", "parked", 300, True, 2, 1, 45, 30, 20, 0.6667)
-    told = (await adapter.http.get("/slots")).json()
-    assert told == [dict(zip(names, slot, strict=True)) for slot in (idle, parked)]
 
 
 async def test_metrics(adapter: Adapter) -> None:
