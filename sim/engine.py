@@ -308,8 +308,6 @@ class Engine:
     # steps and copies -----------------------------------------------------------------------------------------------------
     def _prepare_jump(self) -> int:
         """As many steps as can be played as one; tells the scheduler so by the drafts of its sequences."""
-        if self._inbox or self.cache.copying or self.scheduler.book.changed:
-            return 1
         until_s = inf
         if self._to_come and self._has_seat(self._best):  # else nobody is sent, whoever arrives
             until_s = self._to_come[0][0] - self.now
