@@ -205,11 +205,12 @@ class Book:
         else:
             self._leave_device(seq, now)
 
-    def granted(self, ask: int, lease: int) -> None:
-        """Start the copy; a grant that nobody waits for goes straight back."""
+    def granted(self, ask: int, lease: int, nbytes: int) -> None:
+        """Start the copy; a grant, of `nbytes` in the budget, that nobody waits for goes straight back."""
         seq = self._asks.pop(ask, None)
         if seq is None:
             self.actions.append(ReleaseLease(lease))
+            self.park_cost.released(nbytes)
             return
         seq.ask = 0
         seq.lease = lease

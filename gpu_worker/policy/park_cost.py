@@ -114,11 +114,14 @@ class ParkCost:
         """A Reserve was sent."""
         self._asks[ask] = Ask(nbytes, self._released)
 
-    def answered(self, ask: int, fill: float, budget_bytes: int) -> None:
-        """It was granted or denied; `budget_bytes` 0: without a word of the host cache."""
+    def answered(self, ask: int, fill: float, budget_bytes: int) -> int:
+        """It was granted or denied; `budget_bytes` 0: without a word of the host cache. Returns the bytes asked for."""
         sent = self._asks.pop(ask, None)
-        if sent is not None and budget_bytes:
+        if sent is None:
+            return 0
+        if budget_bytes:
             self._fill, self._budget_bytes, self._released_before = fill, budget_bytes, sent.released
+        return sent.nbytes
 
     def released(self, nbytes: int) -> None:
         """A lease goes back."""
@@ -142,7 +145,7 @@ class ParkCost:
         recompute_s = self._recompute_s(cells)
         if copy_s is None or recompute_s is None:
             return Choice("save", "unmeasured", cells, nbytes)
-        stay_s = max(LEAST_STAY_S, self._stay[kind].value or STAY_S[kind])
+        stay_s = self._stay_s(kind)
         fill = self.fill(nbytes)
         benefit = recompute_s - copy_s
         mean_worth = self._worth.value or 0.0
@@ -190,6 +193,10 @@ class ParkCost:
             seconds += (end - at) * _nearest(self._prefill, depth)
             at = end
         return seconds
+
+    def _stay_s(self, kind: ParkKind) -> float:
+        seen = self._stay[kind].value
+        return STAY_S[kind] if seen is None else max(LEAST_STAY_S, seen)
 
     def _missing_share(self) -> float:
         share = self._missing.value

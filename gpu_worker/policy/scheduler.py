@@ -88,8 +88,7 @@ class Scheduler:
                 if seq := self.sequences.get(request_id):
                     self._let_go(seq, reason)
             case LeaseGranted(ask, lease, fill, budget_bytes):
-                self.book.park_cost.answered(ask, fill, budget_bytes)
-                self.book.granted(ask, lease)
+                self.book.granted(ask, lease, self.book.park_cost.answered(ask, fill, budget_bytes))
             case LeaseDenied(ask, reason, fill, budget_bytes):
                 self.book.park_cost.answered(ask, fill, budget_bytes)
                 self.book.refused(ask, reason, now)
