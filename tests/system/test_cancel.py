@@ -97,13 +97,15 @@ def test_cancel_at_random_moments_of_parking_and_resuming(stack):
             for number in range(12):
                 victim = client.generate(PROMPT_IDS, max_tokens=300, request_id=f"victim-{number}", ignore_eos=True)
                 await anext(victim)
-                await client.park(f"victim-{number}")
+                parking = asyncio.create_task(client.park(f"victim-{number}"))
+                await asyncio.sleep(0)  # it is sent
                 for _ in range(number % 4):
                     await client.status()  # a round trip: the copy goes on meanwhile
                 if number % 3:
                     await client.resume(f"victim-{number}")
                 await client.cancel(f"victim-{number}")
                 await victim.aclose()
+                assert (await parking).code in ("", "conflict")  # parked, or resumed or cancelled before
             assert await neighbour == expected
             await assert_everything_is_back(client)
 

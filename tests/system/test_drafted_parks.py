@@ -123,13 +123,16 @@ def test_cancelled_in_the_middle_of_drafting_everything_comes_back_and_nobody_is
                     message = await anext(victim)
                     seen += len(message.tokens) if isinstance(message, Tokens) else 0
                 if number % 2:
-                    await client.park(f"victim-{number}")
+                    parking = asyncio.create_task(client.park(f"victim-{number}"))
+                    await asyncio.sleep(0)  # it is sent
                     for _ in range(number % 4):
                         await client.status()  # a round trip: the copy goes on meanwhile
                     if number % 3:
                         await client.resume(f"victim-{number}")
                 await client.cancel(f"victim-{number}")
                 await victim.aclose()
+                if number % 2:
+                    assert (await parking).code in ("", "conflict")  # parked, or resumed or cancelled before
             assert await neighbour == expected
             cells = (await everything_is_back(client)).workers[0].cells
             assert (cells.active, cells.parking, cells.resuming, cells.free + cells.reusable) == (0, 0, 0, 1024)
