@@ -10,7 +10,12 @@ from router.totals import Histogram
 from wire.messages import Budget
 
 PARK_KINDS = ("pressure", "forced", "explicit")
-DENIED_REASONS = ("full", "fragmented", "memory", "not_attached", "too_many", "timeout", "no_host_cache", "mismatch")
+DENIED_REASONS = ("full", "fragmented", "memory", "not_attached", "too_many", "timeout", "no_host_cache", "mismatch", "lost")
+PARKS = (
+    *(("save", reason) for reason in ("asked", "cheaper", "unmeasured")),
+    *(("recompute", reason) for reason in ("asked", "copy_dearer", "budget_dear", "nothing_computed", "copy_failed")),
+    *(("recompute", f"denied_{reason}") for reason in DENIED_REASONS),
+)
 CELL_STATES = ("active", "reusable", "parking", "resuming", "free")
 FINISH_REASONS = ("stop", "length", "cancelled", "error", "client_lost")
 REJECTED_CODES = ("queue_full", "context_length_exceeded", "bad_request", "duplicate_id", "draining")
@@ -51,6 +56,10 @@ class Metrics:
         yield CounterMetricFamily("parkade_resume", "Parked sequences brought back", value=workers.resumed)
         yield CounterMetricFamily(
             "parkade_recompute_tokens", "Known tokens fed again after a loss of cells", value=workers.recomputed_tokens
+        )
+        yield _parks(workers.parks)
+        yield CounterMetricFamily(
+            "parkade_recompute_stalled", "Sequences ended because their recompute made no progress", value=workers.stalled
         )
         yield _counters("parkade_park_denied", "Saves that were not granted", "reason", workers.denied, DENIED_REASONS)
         yield GaugeMetricFamily("parkade_requests_preempted", "Requests that are parked now", value=self._ledger.parked)
@@ -98,6 +107,14 @@ def _counters(name: str, text: str, label: str, values: Mapping[str, int], known
     family = CounterMetricFamily(name, text, labels=[label])
     for value in dict.fromkeys([*known, *sorted(values)]):
         family.add_metric([value], values.get(value, 0))
+    return family
+
+
+def _parks(parks: Mapping[str, int]) -> Metric:
+    """Of Counters.parks, whose keys are "mode reason"."""
+    family = CounterMetricFamily("parkade_parks", "Parks by how the cells were kept, and why", labels=["mode", "reason"])
+    for key in dict.fromkeys([*map(" ".join, PARKS), *sorted(parks)]):
+        family.add_metric(key.split(" ", 1), parks.get(key, 0))
     return family
 
 

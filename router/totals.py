@@ -42,6 +42,8 @@ class WorkerTotals(Struct):
 
     preempt: Counter[str]
     denied: Counter[str]
+    parks: Counter[str]
+    stalled: int = 0
     resumed: int = 0
     recomputed_tokens: int = 0
     steps: int = 0
@@ -52,6 +54,8 @@ class WorkerTotals(Struct):
     def add(self, counters: Counters) -> None:
         self.preempt.update(counters.preempt)
         self.denied.update(counters.denied)
+        self.parks.update(counters.parks)
+        self.stalled += counters.stalled
         self.resumed += counters.resumed
         self.recomputed_tokens += counters.recomputed_tokens
         self.steps += counters.steps
@@ -80,7 +84,7 @@ class Totals:
         self.first_token_s = Histogram(FIRST_TOKEN_S)
         self.gap_s = Histogram(GAP_S)
         self.parked_s = Histogram(PARKED_S)
-        self._former = WorkerTotals(Counter(), Counter())  # of lives that have ended
+        self._former = WorkerTotals(Counter(), Counter(), Counter())  # of lives that have ended
         self._latest: dict[bytes, Counters] = {}  # by worker identity
 
     def tokens(self, new: int, gap_s: float, first: bool) -> None:

@@ -120,10 +120,10 @@ def test_deep_cells_cost_what_deep_cells_took():
 def test_a_chunk_says_something_of_the_depth_in_its_middle():
     cost = ParkCost(LIMITS)
     cost.saved(1000, 0.001)
-    cost.stepped([row(0, 200), row(1000, 200)], 0.4)
-    cost.stepped([row(1000, 200)], 0.6)
+    cost.stepped([row(0, 100)], 0.1)
+    cost.stepped([row(0, 1000)], 2.0)  # position 500
     assert choose(cost, 256).recompute_s == pytest.approx(0.256)
-    assert choose(cost, 2048).recompute_s > 2.5
+    assert choose(cost, 512).recompute_s == pytest.approx(0.256 + 256 * 0.002)
 
 
 def test_what_is_found_by_hash_is_neither_loaded_nor_computed():
@@ -306,12 +306,12 @@ def test_each_park_counts_once_and_a_resume_not_at_all():
 
 # through the scheduler ------------------------------------------------------------------------------------------------
 class Timed(Story):
-    """Steps and copies take virtual time: `cell_s` for each fed token, `byte_s` for each byte. A block has 1000 bytes, the host
-    cache has a budget of 100,000 and nobody else in it."""
+    """Steps and copies take virtual time: `cell_s` for each fed token, `byte_s` for each byte saved and `load_s` (or as long) for
+    each byte loaded. A block has 1000 bytes, the host cache has a budget of 100,000 and nobody else in it."""
 
-    def __init__(self, cell_s: float, byte_s: float, **limits) -> None:
+    def __init__(self, cell_s: float = 0.01, byte_s: float = 0.00001, load_s: float = 0.0, **limits) -> None:
         super().__init__("granted", **{"reuse": False, "park_mode": "auto", "block_bytes": 1000, "num_blocks": 100, **limits})
-        self.cell_s, self.byte_s = cell_s, byte_s
+        self.cell_s, self.byte_s, self.load_s = cell_s, byte_s, load_s or byte_s
         self.in_use: dict[int, int] = {}
 
     def handle(self, event) -> None:
@@ -329,10 +329,12 @@ class Timed(Story):
                 super()._answer(action)
             case ReleaseLease(lease):
                 del self.in_use[lease]
-            case Save() | Load():
+            case Save():
                 nbytes = len(action.blocks) * 1000
-                done = Saved if isinstance(action, Save) else Loaded
-                self.handle(done(action.request_id, True, nbytes, nbytes * self.byte_s))
+                self.handle(Saved(action.request_id, True, nbytes, nbytes * self.byte_s))
+            case Load():
+                nbytes = len(action.blocks) * 1000
+                self.handle(Loaded(action.request_id, True, nbytes, nbytes * self.load_s))
 
 
 def park_and_return(story: Timed, name: str) -> None:
@@ -357,7 +359,7 @@ def test_the_scheduler_measures_and_then_chooses():
 
 
 def test_the_scheduler_knows_how_full_the_budget_is():
-    story = Timed(cell_s=0.01, byte_s=0.00001)
+    story = Timed()
     story.submit("a", 14)
     story.submit("b", 14)
     story.steps(2)
@@ -375,7 +377,7 @@ def test_the_scheduler_knows_how_full_the_budget_is():
 
 
 def test_how_long_it_stayed_away_is_noticed_by_kind():
-    story = Timed(cell_s=0.01, byte_s=0.00001)
+    story = Timed()
     story.submit("a", 40)
     story.steps(2)
     story.park("a")
@@ -388,8 +390,49 @@ def test_how_long_it_stayed_away_is_noticed_by_kind():
     assert story.actions(Notify, "a")[-1].choice.stay_s == pytest.approx(7.0)
 
 
+def second_choice(story: Timed):
+    """What is decided on when it is parked for the second time."""
+    story.submit("a", 40)
+    story.steps(2)
+    park_and_return(story, "a")
+    story.park("a")
+    story.steps(2)
+    return story.actions(Notify, "a")[-1].choice
+
+
+def test_saves_and_loads_are_measured_apart():
+    choice = second_choice(Timed(byte_s=0.00001, load_s=0.00003))
+    assert choice.copy_s == pytest.approx(choice.nbytes * (0.00001 + 0.00003))
+
+
+def test_what_was_found_again_is_noticed():
+    choice = second_choice(Timed(reuse=True))
+    assert choice.recompute_s < 0.1, "it found all but the last of its 41 cells"
+
+
+def test_a_grant_that_nobody_waits_for_and_a_lost_host_cache_take_nothing():
+    story = Timed()
+    story._answer = lambda action: None
+    story.submit("a", 40)
+    story.submit("b", 8)
+    story.steps(2)
+    cost = story.scheduler.book.park_cost
+    story.park("a")
+    (ask,) = (action.ask for action in story.plan().actions if isinstance(action, Reserve))
+    story.cancel("a")
+    story.in_use[7] = 11_000
+    story.handle(LeaseGranted(ask, 7))
+    assert cost.fill() == pytest.approx(0.0)
+    story.park("b")
+    (ask,) = (action.ask for action in story.plan().actions if isinstance(action, Reserve))
+    story.handle(LeaseGranted(ask, 8))
+    assert cost.fill() > 0.0
+    story.handle(HostCacheLost())
+    assert cost.fill() == 0.0
+
+
 def test_a_denial_is_a_recompute_that_auto_survives():
-    story = Timed(cell_s=0.01, byte_s=0.00001)
+    story = Timed()
     story.submit("a", 40)
     story.steps(2)
     park_and_return(story, "a")

@@ -276,6 +276,19 @@ def test_counters_add_up_over_the_lives_of_a_worker():
     assert (total.resumed, total.recomputed_tokens, total.denied) == (7, 50, {"full": 1})
 
 
+def test_parks_by_how_and_why_add_up():
+    scene = Scene()
+    scene.hello()
+    assert 'parkade_parks_total{mode="recompute",reason="denied_lost"} 0.0' in Metrics(scene.ledger).text(None, scene.now)
+    scene.load(counters=Counters(parks={"save cheaper": 3, "recompute denied_full": 1}, stalled=1))
+    scene.hello(NEXT)
+    scene.load(NEXT, counters=Counters(parks={"save cheaper": 2, "recompute brand_new": 4}, stalled=2))
+    text = Metrics(scene.ledger).text(None, scene.now)
+    for mode, reason, value in (("save", "cheaper", 5), ("recompute", "denied_full", 1), ("recompute", "brand_new", 4)):
+        assert f'parkade_parks_total{{mode="{mode}",reason="{reason}"}} {float(value)}\n' in text
+    assert "parkade_recompute_stalled_total 3.0\n" in text
+
+
 def test_drafts_add_up_by_position():
     scene = Scene()
     scene.hello(draft=1)

@@ -87,11 +87,13 @@ def test_metrics_are_all_there_from_the_start(run, process, run_dir):
     wanted = [("parkade_preempt_total", kind) for kind in ("pressure", "forced", "explicit")]
     wanted += [("parkade_kv_cells", state) for state in ("active", "reusable", "parking", "resuming", "free")]
     wanted += [("parkade_park_denied_total", reason) for reason in ("full", "fragmented", "memory", "not_attached", "too_many")]
+    wanted += [("parkade_parks_total", "save", "asked"), ("parkade_parks_total", "recompute", "copy_dearer")]
     wanted += [
         (name,)
         for name in (
             "parkade_resume_total",
             "parkade_recompute_tokens_total",
+            "parkade_recompute_stalled_total",
             "parkade_requests_preempted",
             "parkade_hostcache_budget_bytes",
             "parkade_hostcache_used_bytes",
