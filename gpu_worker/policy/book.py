@@ -57,7 +57,7 @@ class Book:
     @property
     def top_class(self) -> int:
         """The best class that any live sequence was submitted with."""
-        return min(self._priorities)
+        return min(self._priorities, default=0)
 
     @property
     def on_device(self) -> bool:

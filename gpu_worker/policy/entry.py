@@ -28,12 +28,14 @@ class Entry:
             return
         self._class_of = class_of
         self._ahead.clear()
-        passed = None
+        passed: list[int] = []  # classes of those that could not come in and may be passed
         for seq in preemption.resume_order(book.parked.values(), self._class_of, limits.resume_order, limits.max_park_s, now):
             aged = preemption.aged(seq, limits.max_park_s, now)
             strict = aged or limits.resume_order == "head"
             number = self._class_of(seq)
-            if passed is not None and number > passed or not (aged or self._admit(number, now)):
+            if passed and number > passed[-1] or len(passed) == preemption.PASSED_AT_ONCE:
+                return
+            if not aged and not self._admit(number, now):
                 return
             if preemption.stalled(seq):
                 book.end_stalled(seq, now)
@@ -46,8 +48,8 @@ class Entry:
             elif self.make_room(seq, now) or strict or preemption.exhausted(seq) or book.free_slots <= 0:
                 return
             else:
-                passed = number
-        if passed is None:
+                passed.append(number)
+        if not passed:
             self._admit(None, now)
 
     def _admit(self, below: int | None, now: float) -> bool:
@@ -81,7 +83,7 @@ class Entry:
         steps, line = preemption.entry_terms(seq, self.policy)
         if steps not in self._ahead:
             here = chain(book.running.values(), book.resuming.values())
-            self._ahead[steps] = sum(preemption.missing(other, book.pool, steps) for other in here)
+            self._ahead[steps] = preemption.growth(here, book.pool, steps)
         return book.pool.used + self._ahead[steps] + book.cost(seq, steps) - line
 
     def _enter(self, seq: Sequence, enter: Callable[[Sequence, float], None], now: float) -> None:
@@ -92,12 +94,12 @@ class Entry:
     def make_room(self, seq: Sequence, now: float) -> bool:
         """Park those of a worse class for it, if that is enough. True if it can come in when they have left."""
         book = self.book
-        if not self.policy.parks:
+        worse = preemption.displaced_by(seq, book.running.values(), self._class_of)
+        if not self.policy.parks or not (worse or book.parking):
             return False
         steps, _ = preemption.entry_terms(seq, self.policy)
         leaving = book.leaving(kept=book.found(seq))
         over, seats = self._excess(seq) - leaving.freed, 1 - book.slots_to_come
-        worse = preemption.displaced_by(seq, book.running.values(), self._class_of)
         order = preemption.victims(worse, self._class_of, self.policy, self.limits.protect_after)
         chosen, missing = preemption.enough(order, over, leaving, steps, seats)
         if missing > 0 and len(order) == len(book.running) and not book.resuming:

@@ -14,6 +14,7 @@ from gpu_worker.policy.sequence import Sequence, State
 EXHAUSTED_AFTER = 16  # pressure parks, and then it runs alone
 PROMOTED_EACH_PARKS = 3
 PROMOTED_EACH_S = 30.0  # of waiting or being parked
+PASSED_AT_ONCE = 8  # parked ones, in one look at who may come in: or a plan would cost more the more are parked
 STALLED_AFTER = 32  # times that a recompute began or was fed again without a new token: more than pressure can cause
 
 ClassOf = Callable[[Sequence], int]
@@ -23,8 +24,10 @@ ClassOf = Callable[[Sequence], int]
 def class_of(seq: Sequence, top: int, now: float) -> int:
     """The class it counts as; lower is more important. Every third pressure park and every 30 s of waiting promote it by one, or
     a low class would starve; never above `top`, the best class present: equal requests stay equal. Source: simulator."""
+    if seq.priority <= top:
+        return seq.priority
     promotions = seq.pressure_parks // PROMOTED_EACH_PARKS + seq.promoted + promotions_by_waiting(seq, now)
-    return max(min(top, seq.priority), seq.priority - promotions)
+    return max(top, seq.priority - promotions)
 
 
 def promotions_by_waiting(seq: Sequence, now: float) -> int:
@@ -53,11 +56,21 @@ def stalled(seq: Sequence) -> bool:
 
 
 # parking ---------------------------------------------------------------------------------------------------------------
-def missing(seq: Sequence, pool: KvPool, steps: int = 1) -> int:
-    """Blocks that its next `steps` decodes need and it does not have, the drafts of the first included; none beyond its last
+def growth(sequences: Iterable[Sequence], pool: KvPool, steps: int = 1) -> int:
+    """Blocks that their next `steps` decodes need and they do not have, the drafts of the first included; none beyond a last
     token. A prefill's blocks are its own already. Source: watermark (the next step), recompute (some steps ahead)."""
-    ahead = max(seq.draft, min(steps, seq.remaining) - 1)
-    return max(0, pool.blocks_for(len(seq.tokens) + ahead) - len(seq.blocks))
+    size, total = pool.block_size, 0
+    for seq in sequences:
+        known = len(seq.tokens)
+        ahead = max(seq.draft, min(steps, seq.end_len - known) - 1) - (len(seq.blocks) * size - known)
+        if ahead > 0:
+            total += -(-ahead // size)
+    return total
+
+
+def missing(seq: Sequence, pool: KvPool, steps: int = 1) -> int:
+    """The same of one."""
+    return growth((seq,), pool, steps)
 
 
 def protected(running: Iterable[Sequence], class_of: ClassOf) -> Sequence | None:
@@ -112,8 +125,9 @@ def displaced_by(candidate: Sequence, running: Iterable[Sequence], class_of: Cla
     take turns. Not for one that is exhausted, which needs the device alone. Source: simulator."""
     if exhausted(candidate):
         return []
+    worse = [seq for seq in running if seq.priority > candidate.priority]
     number = class_of(candidate)
-    return [seq for seq in running if seq.priority > candidate.priority and class_of(seq) > number]
+    return [seq for seq in worse if class_of(seq) > number]
 
 
 # coming in -------------------------------------------------------------------------------------------------------------
@@ -154,7 +168,7 @@ def resume_order(parked: Iterable[Sequence], class_of: ClassOf, order: str, max_
         (seq for seq in parked if not seq.held),
         key=lambda seq: (
             (0, 0, 0, seq.wants_since, seq.arrival)
-            if aged(seq, max_park_s, now)
+            if max_park_s and aged(seq, max_park_s, now)
             else (1, class_of(seq), -seq.pressure_parks if most_parked else 0, seq.wants_since, seq.arrival)
         ),
     )

@@ -1,6 +1,7 @@
 """Scheduler: events in, plans out. Every decision of the worker is made here, between two steps, and nowhere else."""
 
 from collections.abc import Iterable
+from functools import partial
 from itertools import chain
 
 from gpu_worker.policy import drafting, preemption
@@ -279,7 +280,7 @@ class Scheduler:
             short = self._relieve(short, now)
         if book.changed:
             book.changed = False
-            self.entry.let_in(self._class_of, now)
+            self.entry.let_in(partial(preemption.class_of, top=book.top_class, now=now), now)
             short = [seq for seq in short if seq.state is State.RUNNING]  # one may have been parked for a better class
             if self.limits.draft_max:
                 drafting.share_rows(book.running.values(), self.limits)
@@ -297,16 +298,11 @@ class Scheduler:
     def _rank(self, seq: Sequence) -> tuple[int, int]:
         return self._class_of(seq), seq.arrival
 
-    def _growth(self, sequences: Iterable[Sequence], steps: int = 1) -> int:
-        """Blocks that the next `steps` of these take; prompts and replays have claimed theirs."""
-        pool = self.book.pool
-        return sum(preemption.missing(seq, pool, steps) for seq in sequences)
-
     def _shortfall(self, running: Iterable[Sequence]) -> int:
         """Blocks to win back so that what `running`, all that may grow, takes in the next steps stays within the line; 0 or less:
         none. What the parks under way will free is counted, so that no more are parked than needed. Sources: watermark; bug
         reports of neighbours."""
-        over = self.book.pool.used + self._growth(running, self.policy.park_ahead) - self.policy.park_line
+        over = self.book.pool.used + preemption.growth(running, self.book.pool, self.policy.park_ahead) - self.policy.park_line
         return over - self.book.leaving().freed if over > 0 else 0
 
     def _park_requested(self, now: float) -> None:
@@ -339,7 +335,7 @@ class Scheduler:
         """Give blocks to those that need them. If there are not enough, the protected one comes first and the rest sit out: a
         park or a load under way will make room. Without parking (`off`) they fail. Returns those without room."""
         book = self.book
-        if self._growth(short) <= book.pool.available:
+        if preemption.growth(short, book.pool) <= book.pool.available:
             for seq in short:
                 book.grow(seq)
             return []
