@@ -104,8 +104,13 @@ def top(url: str, api_key: str, every_s: float) -> None:
 @click.option("--max-tokens", type=click.IntRange(1), default=200, show_default=True)
 @click.option("--rounds", type=click.IntRange(1), default=1, show_default=True)
 @click.option("--serve", "serve_flags", default=None, metavar="FLAGS", help='start a server for it, e.g. --serve "--ctx 2048"')
-def bench(url: str, api_key: str, serve_flags: str | None, **options: int) -> None:
+@click.option("--fit", default=None, metavar="FILE.json", help="instead, fit the simulator's costs to a server of its own")
+def bench(url: str, api_key: str, serve_flags: str | None, fit: str | None, **options: int) -> None:
     """Measure a server: tokens a second, time to the first token, gaps between tokens, parks."""
+    if fit is not None:
+        from parkade.fit import fit_server
+
+        _run(lambda: fit_server(fit, serve_flags or "", options["rounds"]))
     from parkade.bench import bench as run
 
     _run(lambda: run(url, api_key, serve_flags, **options))

@@ -17,6 +17,7 @@ import msgspec
 from msgspec import Struct
 
 from gpu_worker.policy.events import Row
+from gpu_worker.policy.recording import RowSummary
 
 PAGE_BYTES = 4096
 SHIPPED = Path(__file__).parent / "costs"
@@ -125,7 +126,7 @@ class Work(Struct, frozen=True):
     prefill_cells: int = 0
 
 
-def work_of(rows: Iterable[Row]) -> Work:
+def work_of(rows: Iterable[Row | RowSummary]) -> Work:
     """The work of a step. A row of one token that samples is a decode."""
     decodes = prefill_tokens = decode_cells = prefill_cells = 0
     for row in rows:
