@@ -25,7 +25,7 @@ _DECODER: Decoder[messages.RouterToWorker] = Decoder(messages.RouterToWorker)
 def told(choice: events.Choice) -> str:
     """The choice of a park for the log: cells, mode and reason, and the numbers it was decided on."""
     text = f"{choice.cells} cells, {choice.mode}, {choice.reason}"
-    if not choice.recompute_s:
+    if not choice.copy_s:
         return text
     worth = f", worth {choice.worth / choice.price:.2f} of the price" if choice.price else ""
     return (

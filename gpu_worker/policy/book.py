@@ -263,7 +263,7 @@ class Book:
         self._keep_promotion(seq, now)
         self._take_state(seq)
         found_cells = self._claim(seq)
-        self.park_cost.found(seq.choice.cells, found_cells)
+        self.park_cost.found(seq.kind, seq.choice.cells, found_cells)
         if seq.lease is not None and found_cells < seq.computed:
             first = seq.published
             seq.copying = True

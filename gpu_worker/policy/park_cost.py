@@ -3,7 +3,7 @@ replays to the same choices. This is `--park-mode auto`; the other modes only na
 
     copying       image bytes * (seconds to save one + missing * seconds to load one), the state of a hybrid in full
     recomputing   the cells that are missing, each at the seconds per prefill token of its depth
-    missing       the share of its cells that a parked sequence does not find again by hash when it comes back
+    missing       the share of its cells that one parked for this kind of reason does not find again by hash when it comes back
     worth         (recomputing - copying) seconds per byte and second that the image is likely to stay in the budget
     price         the mean worth of what was parked lately * how far the budget is beyond half, with this image (0 to 1)
 
@@ -61,7 +61,7 @@ class ParkCost:
         self._load = Mean()
         self._prefill: dict[int, Mean] = {}  # by bits of the depth: seconds per token
         self._decode: dict[int, Mean] = {}  # by bits of the number of decodes: seconds of a step without prefill
-        self._missing = Mean()  # cells per cell
+        self._missing: dict[str, Mean] = {kind: Mean() for kind in STAY_S}  # cells per cell
         self._stay: dict[str, Mean] = {kind: Mean() for kind in STAY_S}
         self._worth = Mean()  # seconds saved per byte and second in the budget
         self._asks: dict[int, Ask] = {}
@@ -101,10 +101,10 @@ class ParkCost:
         if nbytes and seconds:
             self._load.add(seconds, nbytes)
 
-    def found(self, cells: int, found: int) -> None:
+    def found(self, kind: ParkKind, cells: int, found: int) -> None:
         """One comes back that had `cells` when it was parked; `found` of them are found by hash."""
         if cells:
-            self._missing.add(max(0, cells - found), cells)
+            self._missing[kind].add(max(0, cells - found), cells)
 
     def came_back(self, kind: ParkKind, pause_s: float) -> None:
         """One runs again after so long."""
@@ -141,8 +141,10 @@ class ParkCost:
         if mode != "auto":
             return Choice(mode, "asked", cells)
         nbytes = self.image_bytes(num_blocks)
-        copy_s = self._copy_s(num_blocks)
-        recompute_s = self._recompute_s(cells)
+        missing = self._missing[kind].value
+        missing = 1.0 if missing is None else missing
+        copy_s = self._copy_s(num_blocks, missing)
+        recompute_s = self._recompute_s(cells, missing)
         if copy_s is None or recompute_s is None:
             return Choice("save", "unmeasured", cells, nbytes)
         stay_s = self._stay_s(kind)
@@ -172,20 +174,20 @@ class ParkCost:
         since = sum(ask.nbytes for ask in self._asks.values()) - (self._released - self._released_before)
         return max(0.0, self._fill + (since + more_bytes) / self._budget_bytes)
 
-    def _copy_s(self, num_blocks: int) -> float | None:
+    def _copy_s(self, num_blocks: int, missing: float) -> float | None:
         """Seconds to save its image and to load what is not found. Loads are taken to be like saves until one is measured."""
         save = self._save.value
         if save is None:
             return None
         load = self._load.value
-        loaded = self._missing_share() * num_blocks * self.limits.block_bytes + self.limits.state_bytes
+        loaded = missing * num_blocks * self.limits.block_bytes + self.limits.state_bytes
         return self.image_bytes(num_blocks) * save + loaded * (save if load is None else load)
 
-    def _recompute_s(self, cells: int) -> float | None:
+    def _recompute_s(self, cells: int, missing: float) -> float | None:
         """Seconds to compute the cells that are not found, which are its last: the beginning is found first."""
         if not self._prefill:
             return None
-        at = cells - int(self._missing_share() * cells)
+        at = cells - int(missing * cells)
         seconds = 0.0
         while at < cells:
             depth = _depth(at)
@@ -197,10 +199,6 @@ class ParkCost:
     def _stay_s(self, kind: ParkKind) -> float:
         seen = self._stay[kind].value
         return STAY_S[kind] if seen is None else max(LEAST_STAY_S, seen)
-
-    def _missing_share(self) -> float:
-        share = self._missing.value
-        return 1.0 if share is None else share
 
 
 def _depth(position: int) -> int:

@@ -129,12 +129,12 @@ def test_a_chunk_says_something_of_the_depth_in_its_middle():
 def test_what_is_found_by_hash_is_neither_loaded_nor_computed():
     cost = measured()
     for _ in range(3):
-        cost.found(1000, 900)
+        cost.found("pressure", 1000, 900)
     choice = choose(cost)
     assert choice.recompute_s == pytest.approx(0.1)
     assert choice.copy_s == pytest.approx(0.1 + 0.01), "it is saved in full"
     assert choice.reason == "copy_dearer"
-    assert choose(measured()).recompute_s == pytest.approx(1.0)
+    assert choose(cost, kind="explicit").recompute_s == pytest.approx(1.0), "those find less, or more: it is known by kind"
 
 
 def test_the_state_of_a_hybrid_is_worth_its_copy_only_for_a_long_text():
@@ -147,7 +147,7 @@ def test_the_state_of_a_hybrid_is_worth_its_copy_only_for_a_long_text():
 
 def test_the_state_is_loaded_whatever_is_found():
     cost = measured(state_bytes=500_000, state_slots=2, reuse=False)
-    cost.found(1000, 1000)
+    cost.found("pressure", 1000, 1000)
     assert choose(cost).copy_s == pytest.approx(0.6 + 0.5)
 
 
