@@ -74,15 +74,19 @@ class Holds:
 
     def _no_park(self, request: Request) -> str:
         """Why it may not be set aside, or nothing."""
-        if request.cancelled or request.finished is not None:
-            return "the request is ending"
         if request.held:
-            return "the request is set aside already"
-        return "the server is stopping" if self._closed else ""
+            return self._ending(request) or "the request is set aside already"
+        return self._ending(request) or ("the server is stopping" if self._closed else "")
+
+    def _ending(self, request: Request) -> str:
+        """Whether it only waits for its last word, or for its client to read it."""
+        return "the request is ending" if request.cancelled or request.finished is not None else ""
 
     def _resume(self, request: Request, client: bytes, ask: int) -> None:
         """Let it come back, and say so at once."""
-        if request.held:
+        if why := self._ending(request):
+            self._conflict(client, request, ask, why)
+        elif request.held:
             self.release(request)
             self._answer(client, HoldAnswer(request.request_id, slot=self._fleet.slot_of(request), ask=ask))
         else:

@@ -3,7 +3,7 @@
 import pytest
 
 from tests.router.scene import Scene
-from wire.messages import Cancel, Finished, HoldAnswer, Notice, Park, PoolCells, Resume, Slot, Usage
+from wire.messages import Cancel, Finished, Hello, HoldAnswer, Notice, Park, PoolCells, Resume, Slot, Usage
 
 W = b"cpu0-1-a"
 NEXT = b"cpu0-2-b"
@@ -67,6 +67,23 @@ def test_what_is_not_in_the_batch_is_set_aside_at_once(state):
     assert codes(scene) == [(5, "")]
 
 
+def test_one_that_has_said_something_is_in_the_batch_though_no_list_shows_it():
+    scene = Scene()
+    scene.hello()
+    scene.ask("r")
+    scene.tokens("r", 0, [7])
+    scene.client(b"cli", Park("r", ask=5))
+    assert answers(scene) == []
+
+
+def test_in_its_next_life_it_has_not_begun(scene):
+    scene.lose_worker()
+    scene.worker(NEXT, Hello("cpu0", 2, "m", "cpu", "f32", 2048, 16, 8, 2048, True))
+    assert scene.submitted_ids(NEXT) == ["r"]
+    scene.client(b"cli", Park("r", ask=5))
+    assert codes(scene) == [(5, "")]
+
+
 def test_one_that_is_coming_back_is_parked_once_it_has_come(scene):
     scene.worker(W, parked("pressure"))
     scene.load(slots=[Slot(0, "r", "resuming")])
@@ -106,6 +123,17 @@ def test_a_request_that_ends_first_was_not_parked(scene, end):
         (5, "conflict", "the request ended before it could be parked")
     ]
     scene.assert_empty()
+
+
+def test_a_request_whose_end_waits_to_be_read_cannot_be_parked(scene):
+    scene.tokens("r", 1, list(range(100_000, 140_000)))  # more than its client may be sent
+    scene.client(b"cli", Park("r", deadline_s=60, ask=5))
+    scene.finished("r", completion=40_001)
+    assert [(a.ask, a.message) for a in answers(scene)] == [(5, "the request ended before it could be parked")]
+    scene.client(b"cli", Park("r", ask=6))
+    scene.client(b"cli", Resume("r", ask=7))
+    assert [(a.ask, a.message) for a in answers(scene)] == [(6, "the request is ending"), (7, "the request is ending")]
+    assert "r" in scene.ledger.requests
 
 
 def test_our_own_park_for_want_of_credit_is_no_hold(scene):

@@ -218,6 +218,25 @@ def test_the_queue_is_served_by_class_then_by_arrival():
     assert scene.submitted_ids() == ["c", "a", "d", "b"]
 
 
+def test_no_more_are_handed_out_at_once_than_there_are_seats():
+    scene = Scene()
+    for request_id in ("a", "b", "c"):
+        scene.ask(request_id)
+    scene.hello(slots=2)
+    assert scene.submitted_ids() == ["a", "b"]
+
+
+def test_a_full_queue_is_no_bar_only_to_those_whom_nobody_goes_before():
+    """The one that waits is too long for the worker that has a seat."""
+    scene = Scene(max_queued=1)
+    scene.hello(b"big-1-a", slots=1, cells=4096)
+    scene.hello(b"small-1-a", slots=1, cells=256)
+    scene.ask("holds the big one", prompt=1000)
+    scene.ask("waits for the big one", prompt=1000)
+    assert scene.ask("as good", prompt=10)[0].code == "queue_full"
+    assert isinstance(scene.ask("better", prompt=10, priority=-1)[0], Accepted)
+
+
 def test_a_better_class_is_sent_to_a_full_worker_but_no_more_of_it_than_there_are_seats():
     scene = Scene()
     scene.hello(slots=2)
