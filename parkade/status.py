@@ -122,13 +122,14 @@ def _figures(now: Snapshot) -> Table:
 
 
 def _slots(slots: list[dict[str, Any]]) -> Table:
-    names = ("slot", "state", "request", "tokens", "parks", "recomputes", "parked ms", "drafted", "accepted")
+    names = ("slot", "state", "request", "priority", "tokens", "parks", "recomputes", "parked ms", "drafted", "accepted")
     table = Table(*names, box=None, header_style="dim")
     for slot in sorted(slots, key=lambda slot: (slot["state"] == "idle", slot["id"]))[:MAX_SLOTS_SHOWN]:
         state = slot["state"]
+        shown = f"{state}, set aside" if slot["held"] else state
         table.add_row(
-            str(slot["id"]), Text(state, style=STATES.get(state, "")), slot["request_id"], str(slot["n_tokens"]),
-            str(slot["n_preempt"]), str(slot["n_recompute"]), str(slot["parked_ms"]), str(slot["drafted"]),
+            str(slot["id"]), Text(shown, style=STATES.get(state, "")), slot["request_id"], str(slot["priority"]),
+            str(slot["n_tokens"]), str(slot["n_preempt"]), str(slot["n_recompute"]), str(slot["parked_ms"]), str(slot["drafted"]),
             "-" if slot["acceptance"] is None else f"{slot['acceptance']:.0%}",
         )  # fmt: skip
     if len(slots) > MAX_SLOTS_SHOWN:

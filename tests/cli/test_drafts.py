@@ -45,6 +45,7 @@ def test_a_round_of_the_benchmark() -> None:
 
 def test_the_picture_shows_acceptance() -> None:
     slot = {"id": 0, "state": "running", "request_id": "r", "n_tokens": 5, "n_preempt": 0, "n_recompute": 0, "parked_ms": 0}
+    slot |= {"priority": 0, "held": False}
     slots = [slot | {"drafted": 30, "accepted": 20, "acceptance": 0.6667}, slot | {"id": 1, "drafted": 0, "acceptance": None}]
     props = {"draining": False, "ready": True, "model": "m", "exact": True, "draft": 2, "draft_note": ""}
     console = Console(width=200, record=True, file=io.StringIO())
@@ -53,3 +54,13 @@ def test_the_picture_shows_acceptance() -> None:
     assert "up to 2" in text and "67% 33%" in text and text.count("67%") == 2
     console.print(picture(Snapshot("url", 0.0, props | {"draft": 0, "draft_note": "m has no head"}, slots, {}), None))
     assert "none: m has no head" in console.export_text()
+
+
+def test_the_picture_shows_who_is_set_aside_and_whose_class_is_which() -> None:
+    slot = {"id": 0, "state": "parked", "request_id": "r", "n_tokens": 5, "n_preempt": 1, "n_recompute": 0, "parked_ms": 0}
+    slot |= {"priority": -42, "held": True, "drafted": 0, "acceptance": None}
+    props = {"draining": False, "ready": True, "model": "m", "exact": True, "draft": 0, "draft_note": ""}
+    console = Console(width=200, record=True, file=io.StringIO())
+    console.print(picture(Snapshot("url", 0.0, props, [slot, slot | {"id": 1, "held": False}], {}), None))
+    text = console.export_text()
+    assert text.count("parked, set aside") == 1 and text.count("-42") == 2
