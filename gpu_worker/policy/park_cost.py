@@ -5,7 +5,7 @@ replays to the same choices. This is `--park-mode auto`; the other modes only na
     recomputing   the cells that are missing, each at the seconds per prefill token of its depth
     missing       the share of its cells that one parked for this kind of reason does not find again by hash when it comes back
     worth         (recomputing - copying) seconds per byte and second that the image is likely to stay in the budget
-    price         the mean worth of what was parked lately * how far the budget is beyond half, with this image (0 to 1)
+    price         a quarter of the mean worth of late parks * how far the budget is beyond half with this image (0 to 1)
 
 Recompute if copying is not cheaper (`copy_dearer`), or if it is worth less than the price (`budget_dear`); else save (`cheaper`).
 Every mean fades: what was seen last counts most. What is not tried because it is dear looks a little less dear each time, or one
@@ -27,6 +27,9 @@ PREFILL_TOKENS = 16  # of a step, or it says nothing of prefills
 SHALLOW_BITS = 8  # cells below 256 count as equally deep
 STAY_S = {"pressure": 1.0, "forced": 1.0, "explicit": DEFAULT_PARK_S}  # before one of that kind has come back
 LEAST_STAY_S = 1e-3
+PRICE = (
+    1 / 4
+)  # of the mean worth, where the budget is full: at the whole mean, room is left that half of the images would pay for
 
 
 @dataclass(slots=True)
@@ -150,8 +153,7 @@ class ParkCost:
         stay_s = self._stay_s(kind)
         fill = self.fill(nbytes)
         benefit = recompute_s - copy_s
-        mean_worth = self._worth.value or 0.0
-        price = mean_worth * min(1.0, max(0.0, (fill - 0.5) / 0.5))
+        price = PRICE * (self._worth.value or 0.0) * min(1.0, max(0.0, (fill - 0.5) / 0.5))
         if benefit <= 0:
             self._save.total *= LESS_DEAR
             self._load.total *= LESS_DEAR

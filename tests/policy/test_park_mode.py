@@ -211,6 +211,13 @@ def test_a_long_stay_is_dear_where_the_budget_is_nearly_full():
     assert told(cost, kind="explicit") == ("save", "cheaper")
 
 
+def test_the_price_is_a_quarter_of_the_mean_worth_where_the_budget_is_full():
+    cost = filled(0.89)
+    for _ in range(30):
+        choice = choose(cost, 10_000)  # 1 MB: .99 full with it
+    assert choice.price == pytest.approx(0.25 * 0.98 * choice.worth) and choice.mode == "save"
+
+
 def test_what_is_worth_little_gives_way_to_what_is_worth_much():
     """Deep cells take long to compute and as many bytes as others."""
     cost = ParkCost(LIMITS)
