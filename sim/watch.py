@@ -5,7 +5,7 @@ What it checks, for every plan and policy:
 - Who is parked by pressure is needed: without any one of them the demand would not be met, once all copies under way have ended.
 - The demand is met by them, or nobody else can be parked.
 - A better class is parked only where all worse ones together would not do; the protected one and an exhausted one never are.
-- Who is parked to let somebody in is of a worse class, as submitted and as promoted; and then it does fit.
+- Who is parked to let somebody in is of a worse class, as submitted and as promoted, that park counted; and then it does fit.
 - Who comes in leaves the policy's gap, unless it is alone. A park happens only past the policy's line. So between the two lies
   as much growth as the gap is wide, or an end: equals do not take turns.
 - Nobody comes in before one that has waited too long, a better class, or, where the order is strict, a longer parked one.
@@ -133,6 +133,7 @@ class Demand:
         self.running = list(book.running.values())
         self.resuming = list(book.resuming.values())
         self.classes = {seq.request_id: watch.class_of(seq) for seq in (*self.running, *self.resuming)}
+        self.pressure_parks = {seq.request_id: seq.pressure_parks for seq in self.running}
         self.held = {seq.request_id for seq in self.running if seq.held}
         self.blocks = {seq.request_id: set(seq.blocks) for seq in (*self.running, *self.resuming, *book.parking.values())}
         self.exhausted = {seq.request_id for seq in self.running if preemption.exhausted(seq)}
@@ -209,4 +210,5 @@ class Demand:
         return bool(self.blocks[seq.request_id] - others) or self.growth[seq.request_id] > 0
 
     def _displaceable(self, seq: Sequence) -> bool:
-        return seq.priority > self.candidate.priority and self.classes[seq.request_id] > self.candidate_class
+        promoted = (self.pressure_parks[seq.request_id] + 1) % 3 == 0  # by the park
+        return seq.priority > self.candidate.priority and self.classes[seq.request_id] - promoted > self.candidate_class

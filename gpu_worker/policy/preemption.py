@@ -122,12 +122,17 @@ def enough(candidates: Iterable[Sequence], over: int, leaving: Leaving, steps: i
 
 def displaced_by(candidate: Sequence, running: Iterable[Sequence], class_of: ClassOf) -> list[Sequence]:
     """Who may be parked so that this one can come in: those of a worse class, as submitted and as promoted, so that equals never
-    take turns. Not for one that is exhausted, which needs the device alone. Source: simulator."""
-    if exhausted(candidate):
-        return []
+    take turns; not who would be promoted to its class by that very park, and come back before it. Not for one that is exhausted,
+    which needs the device alone. Source: simulator."""
     worse = [seq for seq in running if seq.priority > candidate.priority]
+    if not worse or exhausted(candidate):
+        return []
     number = class_of(candidate)
-    return [seq for seq in worse if class_of(seq) > number]
+    return [seq for seq in worse if class_of(seq) - promoted_by_next_park(seq) > number]
+
+
+def promoted_by_next_park(seq: Sequence) -> bool:
+    return (seq.pressure_parks + 1) % PROMOTED_EACH_PARKS == 0
 
 
 # coming in -------------------------------------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ from gpu_worker.policy.scheduler import Limits, Scheduler
 from gpu_worker.policy.sequence import Sequence
 from sim.hostcache import HostCache
 from sim.invariants import check, check_report
+from sim.watch import Watch
 from wire.messages import Generate, Sampling, Submit, Usage
 
 NO_CACHE = HostCache(0, 1)
@@ -23,6 +24,7 @@ class Story:
         pool = {"num_blocks": 20, "block_size": 4, "slots": 4, "max_context": 1000}
         defaults = {**pool, "step_tokens": 64, "high": 90, "low": 60, "draft_cost": (0,)}
         self.scheduler = Scheduler(Limits(**{**defaults, **limits}))
+        self.watch = Watch(self.scheduler)
         self.saves = saves
         self.now = 0.0
         self.log: list[Action] = []
