@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import click
 
+from parkade.sim_options import own_options, sim_options
 from wire import config as settings
 from wire.config import FIELDS, ConfigError
 from wire.service import flush_log, open_log
@@ -125,6 +126,22 @@ def demo(ctx: int, max_tokens: int, park_ram: str) -> None:
     from parkade.demo import demo as run
 
     _run(lambda: run(ctx, max_tokens, park_ram))
+
+
+@main.command()
+@own_options
+def sim(journal: str | None, **options: object) -> None:
+    """Simulate: a trace through the real scheduler in virtual time. Or replay a journal of a real run."""
+    from parkade.replay import replay_journal
+    from parkade.simulate import simulate
+
+    try:
+        sys.exit(replay_journal(journal) if journal else simulate(**options))
+    except ConfigError as error:
+        raise OneLine(str(error)) from None
+
+
+sim_options(sim)
 
 
 def _run(command: Callable[[], int | None]) -> None:

@@ -170,13 +170,13 @@ class Engine:
             plan = self.scheduler.plan(self.now)
             for action in plan.actions:
                 self._act(action)
+            if self._timeline is not None and self._timeline.due(self.now):
+                self._timeline.add(self._moment())
             step_s = self._step(plan, steps, used) if plan.rows else None
             if self.cache.copying:
                 self._copy(step_s)
             elif step_s is None and not plan.actions and not self._sleep():
                 break
-            if self._timeline is not None and self._timeline.due(self.now):
-                self._timeline.add(self._moment())
             still = still + 1 if self.now == before else 0
             if still > STUCK_AFTER_TURNS:
                 raise RuntimeError(f"stuck at {self.now:.3f} s: {self._unfinished()}")

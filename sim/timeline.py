@@ -2,6 +2,9 @@
 
 from msgspec import Struct
 
+from gpu_worker.policy.limits import Limits
+from gpu_worker.policy.policies import policy_of
+
 
 class Moment(Struct, frozen=True):
     """The pool at one time. `parked_cells`: tokens of those that are off the device."""
@@ -33,3 +36,9 @@ class Timeline:
             self.moments = self.moments[::2]
             self._every_s = 2 * (moment.at_s - self.moments[0].at_s) / self.MOST
         self._next_s = moment.at_s + self._every_s
+
+
+def lines_of(limits: Limits) -> tuple[int, int]:
+    """Used cells above which the policy parks somebody, and up to which somebody comes in; the pool where there is no line."""
+    policy = policy_of(limits)
+    return policy.park_line * limits.block_size, policy.enter_line * limits.block_size

@@ -38,6 +38,7 @@ LIMITED = {
     "uvicorn": ("router.openai",),
     "rich": ("parkade", "benchmarks", "tools"),
     "click": ("parkade", "benchmarks", "tools"),
+    "matplotlib": ("parkade.sim_plot", "benchmarks"),
 }
 NO_TORCH = ("gpu_worker.policy",)
 # A pure core hears events and says what is to be done: nothing that blocks, fails or differs between runs.
@@ -114,7 +115,7 @@ def breaches(module: str, source: str, is_package: bool = False) -> list[str]:
             found.append(f"{module} imports {name}, which is for {', '.join(users)}")
         if outermost in ("torch", "pycuda") and within(module, *NO_TORCH):
             found.append(f"{module} imports {name}, it is pure")
-        if outermost == "pycuda" and at_top:
+        if outermost in ("pycuda", "matplotlib") and at_top:
             found.append(f"{module} imports {name} at its top, it must be imported where it is used")
         known = rule(OTHERS, module)
         if known is not None and outermost not in (*known, *sys.stdlib_module_names):
