@@ -47,8 +47,3 @@ def test_both_lives_of_a_killed_worker_replay(tmp_path):
     first, second = replay(path), replay(tmp_path / "run.journal.1")
     assert (first.difference, second.difference) == ("", "")
     assert first.steps > GENERATED / 3 and second.steps > 10, "a life is missing"
-
-
-def test_a_journal_that_cannot_be_made_is_one_line(tmp_path):
-    with pytest.raises(AssertionError, match=r"--journal .*missing/j: No such file or directory"):
-        Stack(tmp_path / "run", model="bard", journal=tmp_path / "missing" / "j")

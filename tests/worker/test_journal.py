@@ -6,13 +6,17 @@ from pathlib import Path
 
 import pytest
 
+from gpu_worker.__main__ import make_scheduler
 from gpu_worker.journal import Journal, JournaledScheduler, path_of
 from gpu_worker.policy import recording
 from gpu_worker.policy.events import CancelRequested, Submitted
 from gpu_worker.policy.limits import Limits
 from gpu_worker.policy.recording import Header, Heard
-from wire.messages import Generate, Sampling, Submit
+from gpu_worker.policy.scheduler import Scheduler
+from wire.config import Config, ConfigError
+from wire.messages import Generate, Hello, Sampling, Submit
 
+HELLO = Hello("cpu1", 1, "bard", "cpu", "bf16", 32, 4, 2, 32, True)
 LIMITS = Limits(num_blocks=8, block_size=4, slots=2, max_context=32)
 
 
@@ -102,3 +106,20 @@ def test_what_is_written_a_second_ago_is_in_the_file(tmp_path: Path) -> None:
 )
 def test_each_of_several_workers_has_its_own(name: str, workers: int, path: str) -> None:
     assert path_of(name, "cpu1", workers) == Path(path)
+
+
+def test_without_the_setting_the_plain_scheduler_runs() -> None:
+    assert type(make_scheduler(Config(), LIMITS, HELLO)) is Scheduler
+
+
+def test_the_setting_makes_a_file_for_this_worker(tmp_path: Path) -> None:
+    config = Config(journal=str(tmp_path / "run.journal"), device="cpu,cpu")
+    scheduler = make_scheduler(config, LIMITS, HELLO)
+    assert isinstance(scheduler, JournaledScheduler)
+    scheduler.journal.close()
+    assert records(tmp_path / "run-cpu1.journal") == [Header(LIMITS, "cpu1", "bard", "bf16")]
+
+
+def test_a_file_that_cannot_be_made_is_one_line(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="--journal .*no/j: No such file or directory"):
+        make_scheduler(Config(journal=str(tmp_path / "no" / "j")), LIMITS, HELLO)
