@@ -228,16 +228,16 @@ def main(seeds: int, wide_seeds: int, skip_real: bool, out: Path) -> None:
         "# Policies compared",
         "",
         *paragraph(f"""
-            Written by `python -m benchmarks.policy --seeds {seeds} --wide-seeds {wide_seeds}`; {REQUESTS} requests a run, arriving
-            at {LOAD} times the rate that the machine can do. The simulator's part took {sim_s:.0f} s. What follows from it:
-            `docs/decisions/`."""),
+            Written by `python -m benchmarks.policy --seeds {seeds} --wide-seeds {wide_seeds}`; {REQUESTS} requests a run,
+            arriving at {LOAD} times the rate that the machine can do. The simulator's part took {sim_s:.0f} s. What follows
+            from it: `docs/decisions/`."""),
         "## All tables in one",
         "",
         *paragraph(f"""
-            Makespan as ratio to the best choice of the same seed (geometric mean over seeds and workloads), and the longest single
-            wait of a parked request (mean over seeds and workloads). {seeds} seeds in the first column, {wide_seeds} in the others.
-            Bold is what the rule chooses: of those whose makespan is within {NEAR - 1:.1%} of the best, the one with the shortest
-            longest wait."""),
+            Makespan as ratio to the best choice of the same seed (geometric mean over seeds and workloads), and the longest
+            single wait of a parked request (mean over seeds and workloads). {seeds} seeds in the first column, {wide_seeds}
+            in the others. Bold is what the rule chooses: of those whose makespan is within {NEAR - 1:.1%} of the best, the
+            one with the shortest longest wait."""),
         *summary_table(titles, both, picks),
         "![makespan and longest wait](policy.svg)",
         "",
@@ -245,8 +245,8 @@ def main(seeds: int, wide_seeds: int, skip_real: bool, out: Path) -> None:
         "## Pool of 2,048 cells, 8 slots, 2 times oversubscribed, costs of the CPU",
         "",
         *paragraph("""
-            `ratio`: of the makespan, to the best choice of each seed. `p90`: of the seeds' longest waits. `idle`: of the pool's
-            cells, while somebody waits."""),
+            `ratio`: of the makespan, to the best choice of each seed. `p90`: of the seeds' longest waits. `idle`: of the
+            pool's cells, while somebody waits."""),
         *main_tables(found),
     ]
     (out / "policy.md").write_text("\n".join(page))

@@ -60,9 +60,9 @@ def truth(console: Console, costs: CostModel, folder: Path) -> list[str]:
         "## Does the simulator tell the truth?",
         "",
         *paragraph(f"""
-            60 requests of the shape `measured` on a real server (SmolLM2, {CTX} cells, {SLOTS} slots), and in the simulator with
-            the costs `{costs.name}` ({costs.where}). Throughput is off by {_mean(errors):.1%} on average, by {max(errors):.1%} at
-            most."""),
+            60 requests of the shape `measured` on a real server (SmolLM2, {CTX} cells, {SLOTS} slots), and in the simulator
+            with the costs `{costs.name}` ({costs.where}). Throughput is off by {_mean(errors):.1%} on average, by
+            {max(errors):.1%} at most."""),
         "| real / simulated | tok/s | error | parks | recomputed | longest wait s | p99 TTFT s | p99 gap ms |",
         "|---|---|---|---|---|---|---|---|",
     ]
@@ -91,10 +91,11 @@ def throughput(console: Console, costs: CostModel, folder: Path, rounds: int) ->
         "## What parks cost",
         "",
         *paragraph(f"""
-            32 requests of the shape `uniform`, all at once, {SLOTS} slots, {CTX} cells: {OVER:g} times oversubscribed; {rounds}
-            rounds, each another trace. *Of free parks*: of what the simulator gives for the same pool and policy when copies take
-            no time and all are saved. *Of a roomy pool*: of a real run with {ROOMY} cells. A smaller pool runs fewer rows at once,
-            which alone bounds that ratio to {_spread(bound)}: free parks here over the roomy pool, both simulated."""),
+            32 requests of the shape `uniform`, all at once, {SLOTS} slots, {CTX} cells: {OVER:g} times oversubscribed;
+            {rounds} rounds, each another trace. *Of free parks*: of what the simulator gives for the same pool and policy
+            when copies take no time and all are saved. *Of a roomy pool*: of a real run with {ROOMY} cells. A smaller pool
+            runs fewer rows at once, which alone bounds that ratio to {_spread(bound)}: free parks here over the roomy pool,
+            both simulated."""),
         "| | tok/s | of free parks | of a roomy pool | parks | recomputed |",
         "|---|---|---|---|---|---|",
         f"| roomy pool | {_spread([p.real.tokens_per_s for p in roomy], 0)} | | 1 | 0 | 0 |",
