@@ -52,9 +52,9 @@ class Worker:
         """Seats of the batch that are taken, or will be."""
         return sum(map(self._wants_seat, self.assigned.values())) + len(self.stale)
 
-    def has_seat(self, priority: int) -> bool:
+    def has_seat(self, rank: int) -> bool:
         """Whether one more of this class may be given to it. It parks a worse class for it, so that counts for nothing."""
-        before = [request for request in self.assigned.values() if request.priority <= priority]
+        before = [request for request in self.assigned.values() if request.rank <= rank]
         return sum(map(self._wants_seat, before)) + len(self.stale) < self.hello.slots
 
     def _wants_seat(self, request: Request) -> bool:
@@ -187,9 +187,9 @@ class Fleet:
 
         return max(able, key=liking, default=None)
 
-    def takers(self, priority: int, now: float) -> list[Worker]:
+    def takers(self, rank: int, now: float) -> list[Worker]:
         """Those that may be given a request of this class."""
-        return [worker for worker in self.workers.values() if worker.takes_work(now) and worker.has_seat(priority)]
+        return [worker for worker in self.workers.values() if worker.takes_work(now) and worker.has_seat(rank)]
 
     def forgive(self, stall_s: float) -> None:
         """We stood still for so long; what the workers said meanwhile has not been read yet."""

@@ -149,6 +149,7 @@ class Ledger:
         for request in self._holds.overdue(now):
             self._holds.release(request)
         self._delivery.probe_quiet(now)
+        self._queue.age(now, self.requests.values())
         if self.draining and now >= self._drain_until:
             self._end_all("the server is stopping and the stream took too long", now)
         self._dispatch(now)
@@ -285,14 +286,14 @@ class Ledger:
         for request in self._queue:
             if request.is_paused:
                 continue
-            if asked != (asked := (request.started, request.priority)):
-                takers = self.fleet.takers(request.priority, now)
+            if asked != (asked := (request.started, request.rank)):
+                takers = self.fleet.takers(request.rank, now)
             if not takers and not request.started:
                 break  # who comes behind it is of no better class
             worker = self.fleet.choose(request, takers)
             if worker is not None:
                 self._submit(worker, request, now)
-                takers = self.fleet.takers(request.priority, now)
+                takers = self.fleet.takers(request.rank, now)
             elif request.is_suspect:
                 break  # it needs a worker alone; who passed it would keep them all busy
 

@@ -29,6 +29,8 @@ class Request:
     sent_bytes: int = 0
     consumed_bytes: int = 0
     usage: Usage = field(init=False)
+    rank: int = field(init=False)  # the class it counts as: its priority, or better after waiting long
+    waited_s: float = 0.0  # in the queue, while it could have started
     worker: bytes | None = None
     started: bool = False  # some worker has had it
     begun: bool = False  # its worker has said something of it: it has a seat there
@@ -44,15 +46,11 @@ class Request:
 
     def __post_init__(self) -> None:
         self.usage = Usage(prompt_tokens=self.prompt_tokens)
+        self.rank = self.generate.priority
 
     @property
     def request_id(self) -> str:
         return self.generate.request_id
-
-    @property
-    def priority(self) -> int:
-        """Its class: a lower number is more important."""
-        return self.generate.priority
 
     @property
     def prompt_tokens(self) -> int:

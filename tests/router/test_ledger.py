@@ -252,6 +252,33 @@ def test_a_better_class_is_sent_to_a_full_worker_but_no_more_of_it_than_there_ar
     assert scene.submitted_ids() == ["high2"]
 
 
+def test_a_worse_class_is_not_kept_waiting_for_ever():
+    scene = Scene()
+    scene.hello(slots=1)
+    for number in range(8):
+        scene.ask(f"high{number}")
+    scene.ask("low", priority=2)
+    scene.ask("lower", priority=3)
+    scene.ask("set aside", priority=2)
+    scene.client(b"cli", Park("set aside", deadline_s=1000))
+    for number in range(8):
+        assert scene.submitted_ids() == [f"high{number}"]
+        scene.ask(f"late{number}")
+        scene.wait(10)
+        scene.finished(f"high{number}")
+        if number == 6:  # after 70 s it is as good as the others, and older than the late ones, but not than the first eight
+            assert scene.ledger.requests["low"].rank == 0
+    assert scene.submitted_ids() == ["low"]
+    scene.ask("better than all", priority=-1)
+    assert scene.submitted_ids() == ["better than all"]
+    scene.finished("better than all")
+    scene.wait(15)
+    assert scene.submitted_ids() == []  # it counts as what it was sent as
+    scene.finished("low")
+    assert scene.submitted_ids() == ["lower"]  # after 90 s
+    assert scene.ledger.requests["set aside"].rank == 2
+
+
 def test_a_full_pool_is_no_bar_to_a_better_class():
     scene = Scene()
     scene.hello()
