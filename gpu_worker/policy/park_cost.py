@@ -64,7 +64,8 @@ class ParkCost:
         self._load = Mean()
         self._prefill: dict[int, Mean] = {}  # by bits of the depth: seconds per token
         self._decode: dict[int, Mean] = {}  # by bits of the number of decodes: seconds of a step without prefill
-        self._missing: dict[str, Mean] = {kind: Mean() for kind in STAY_S}  # cells per cell
+        # share of the cells; before anything is known, one that finds nothing
+        self._missing: dict[str, Mean] = {kind: Mean(1.0, 1.0) for kind in STAY_S}
         self._stay: dict[str, Mean] = {kind: Mean() for kind in STAY_S}
         self._worth = Mean()  # seconds saved per byte and second in the budget
         self._asks: dict[int, Ask] = {}
@@ -107,7 +108,7 @@ class ParkCost:
     def found(self, kind: ParkKind, cells: int, found: int) -> None:
         """One comes back that had `cells` when it was parked; `found` of them are found by hash."""
         if cells:
-            self._missing[kind].add(max(0, cells - found), cells)
+            self._missing[kind].add(max(0, cells - found) / cells)
 
     def came_back(self, kind: ParkKind, pause_s: float) -> None:
         """One runs again after so long."""
@@ -145,7 +146,6 @@ class ParkCost:
             return Choice(mode, "asked", cells)
         nbytes = self.image_bytes(num_blocks)
         missing = self._missing[kind].value
-        missing = 1.0 if missing is None else missing
         copy_s = self._copy_s(num_blocks, missing)
         recompute_s = self._recompute_s(cells, missing)
         if copy_s is None or recompute_s is None:

@@ -128,11 +128,11 @@ def test_a_chunk_says_something_of_the_depth_in_its_middle():
 
 def test_what_is_found_by_hash_is_neither_loaded_nor_computed():
     cost = measured()
-    for _ in range(3):
-        cost.found("pressure", 1000, 900)
+    for cells in range(1000, 1100):
+        cost.found("pressure", cells, cells * 9 // 10)
     choice = choose(cost)
-    assert choice.recompute_s == pytest.approx(0.1)
-    assert choice.copy_s == pytest.approx(0.1 + 0.01), "it is saved in full"
+    assert choice.recompute_s == pytest.approx(0.1, rel=0.01)
+    assert choice.copy_s == pytest.approx(0.1 + 0.01, rel=0.01), "it is saved in full"
     assert choice.reason == "copy_dearer"
     assert choose(cost, kind="explicit").recompute_s == pytest.approx(1.0), "those find less, or more: it is known by kind"
 
@@ -147,8 +147,9 @@ def test_the_state_of_a_hybrid_is_worth_its_copy_only_for_a_long_text():
 
 def test_the_state_is_loaded_whatever_is_found():
     cost = measured(state_bytes=500_000, state_slots=2, reuse=False)
-    cost.found("pressure", 1000, 1000)
-    assert choose(cost).copy_s == pytest.approx(0.6 + 0.5)
+    for _ in range(100):
+        cost.found("pressure", 1000, 1000)
+    assert choose(cost).copy_s == pytest.approx(0.6 + 0.5, rel=0.01)
 
 
 def test_what_is_dear_is_tried_again_the_later_the_dearer_it_is():
@@ -414,7 +415,7 @@ def test_saves_and_loads_are_measured_apart():
 
 def test_what_was_found_again_is_noticed():
     choice = second_choice(Timed(reuse=True))
-    assert choice.recompute_s < 0.1, "it found all but the last of its 41 cells"
+    assert choice.recompute_s < 0.6 * choice.cells * 0.01, "it found all but the last of its cells, once"
 
 
 def test_a_grant_that_nobody_waits_for_and_a_lost_host_cache_take_nothing():
