@@ -9,6 +9,7 @@ import click
 from parkade.sim_options import own_options, sim_options
 from wire import config as settings
 from wire.config import FIELDS, ConfigError
+from wire.messages import DEFAULT_PARK_S
 from wire.service import flush_log, open_log
 
 URL = "http://127.0.0.1:8080"
@@ -96,6 +97,28 @@ def top(url: str, api_key: str, every_s: float) -> None:
     from parkade.status import top as run
 
     _run(lambda: run(url, api_key, every_s))
+
+
+@main.command()
+@client_options
+@click.argument("slot", type=click.IntRange(0))
+@click.option("--deadline-s", type=click.FloatRange(0, min_open=True), default=DEFAULT_PARK_S, show_default=True,
+              help="seconds after which it comes back by itself")  # fmt: skip
+def park(url: str, api_key: str, slot: int, deadline_s: float) -> None:
+    """Set the request in SLOT (see `parkade status`) aside, until `parkade resume SLOT` or its deadline."""
+    from parkade.hold import park as run
+
+    _run(lambda: run(url, api_key, slot, deadline_s))
+
+
+@main.command()
+@client_options
+@click.argument("slot", type=click.IntRange(0))
+def resume(url: str, api_key: str, slot: int) -> None:
+    """Let the request that was set aside in SLOT come back as soon as it fits."""
+    from parkade.hold import resume as run
+
+    _run(lambda: run(url, api_key, slot))
 
 
 @main.command()

@@ -55,11 +55,11 @@ def test_a_port_in_use_is_refused_early(tmp_path: Path) -> None:
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize("command", ["status", "top", "chat", "bench"])
+@pytest.mark.parametrize("command", ["status", "top", "chat", "bench", "park 0", "resume 0"])
 def test_without_a_server_the_commands_say_so(command: str) -> None:
     with socket.create_server(("127.0.0.1", 0)) as probe:
         url = f"http://127.0.0.1:{probe.getsockname()[1]}"
-    result = run(command, "--url", url)
+    result = run(*command.split(), "--url", url)
     assert result.exit_code == 1
     assert f"no server answers at {url}" in result.stderr
     assert len(result.stderr.splitlines()) == 1
