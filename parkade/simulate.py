@@ -306,6 +306,9 @@ def table_of(runs: list[Run]) -> Table:
         table.add_column(f"{policy}\n{order}", justify="right", no_wrap=True)
     for name, of in LINES:
         table.add_row(name, *(number([of(run.figures) for run in some]) for some in by_name.values()))
+    for reason in sorted({reason for run in runs for reason in run.figures.park_reasons}):
+        counts = ([run.figures.park_reasons.get(reason, 0) for run in some] for some in by_name.values())
+        table.add_row(f"parks: {reason}", *(number(some) for some in counts))
     classes = sorted({name for run in runs for name in run.figures.classes}, key=int)
     for name in classes if len(classes) > 1 else []:
         for title, of in (("longest wait", lambda one: one.longest_wait_s), ("TTFT, p99", lambda one: one.ttft_p99_s)):

@@ -14,6 +14,7 @@ from math import inf
 from typing import Any
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from gpu_worker.policy.events import (
     Action,
@@ -36,7 +37,7 @@ from gpu_worker.policy.scheduler import Scheduler
 from sim.copying import HostCache
 from sim.costs import CostModel, work_of
 from sim.figures import Figures
-from sim.jumps import steps_alike
+from sim.jumps import ONE, Jump, longest_jump
 from sim.meter import Meter
 from sim.timeline import Moment, Timeline
 from sim.trace import Request
@@ -71,14 +72,6 @@ class _Live(Struct):
     last_token_s: float = 0.0
     parked_since: float | None = None
     parked_for_router: bool = False  # it has heard of it
-
-
-class _Jump(Struct, frozen=True):
-    """The steps that were played as one: when they began and when the first of them ended."""
-
-    steps: int
-    first_token_s: float
-    last_token_s: float
 
 
 def limits_of(costs: CostModel, *, ctx: int, slots: int, max_context: int | None = None, **settings: Any) -> Limits:
@@ -155,7 +148,7 @@ class Engine:
 
         self._began_s = min((at for at, _, _ in self._to_come), default=0.0)
         self._meter = Meter()
-        self._last = _Jump(1, 0.0, 0.0)
+        self._drawn_s = (0.0, 0.0)  # when the first and the last step of the last jump ended
 
     # the loop -------------------------------------------------------------------------------------------------------------
     def run(self) -> Figures:
@@ -165,14 +158,14 @@ class Engine:
         while True:
             before = self.now
             self._arrive()
-            steps = self._prepare_jump() if self._jumps else 1
+            jump = self._longest_jump() if self._jumps else ONE
             used = self.scheduler.book.pool.used
-            plan = self.scheduler.plan(self.now)
+            plan = self.scheduler.plan(self.now) if jump is ONE else self._plan(jump)
             for action in plan.actions:
                 self._act(action)
             if self._timeline is not None and self._timeline.due(self.now):
                 self._timeline.add(self._moment())
-            step_s = self._step(plan, steps, used) if plan.rows else None
+            step_s = self._step(plan, jump, used) if plan.rows else None
             if self.cache.copying:
                 self._copy(step_s)
             elif step_s is None and not plan.actions and not self._sleep():
@@ -260,8 +253,7 @@ class Engine:
         count = len(emit.tokens)
         if emit.offset != live.tokens:
             raise RuntimeError(f"{emit.request_id}: token {emit.offset} comes after token {live.tokens}")
-        last = self._last
-        first_s, last_s = (self.now, self.now) if last.steps == 1 else (last.first_token_s, last.last_token_s)
+        first_s, last_s = self._drawn_s if count > 1 else (self.now, self.now)
         if live.tokens:
             self._meter.gaps.add(first_s - live.last_token_s)
         else:
@@ -306,47 +298,48 @@ class Engine:
             self._on_end(End(request.id, self.now, finish.reason, finish.code, live.tokens, finish.usage))
 
     # steps and copies -----------------------------------------------------------------------------------------------------
-    def _prepare_jump(self) -> int:
-        """As many steps as can be played as one; tells the scheduler so by the drafts of its sequences."""
+    def _longest_jump(self) -> Jump:
+        """As many steps as can be played as one."""
         until_s = inf
         if self._to_come and self._has_seat(self._best):  # else nobody is sent, whoever arrives
             until_s = self._to_come[0][0] - self.now
         wait_s = self.scheduler.wait_s(self.now)
         if wait_s is not None:
             until_s = min(until_s, wait_s)
-        steps = steps_alike(self.scheduler, self.costs, until_s)
-        if steps > 1:
-            for seq in self.scheduler.book.running.values():
-                seq.draft = steps - 1
-        return steps
+        return longest_jump(self.scheduler, self.costs, until_s)
 
-    def _step(self, plan: Plan, steps: int, used_before: int) -> float:
+    def _plan(self, jump: Jump) -> Plan:
+        """The plan of all steps of a jump: each decode has as many drafts, and prompts as many chunks."""
+        scheduler, limits = self.scheduler, self.limits
+        for seq in scheduler.book.running.values():
+            if len(seq.tokens) - seq.computed == 1:
+                seq.draft = jump.steps - 1
+        scheduler.limits = replace(limits, step_tokens=jump.steps * limits.step_budget)
+        plan = scheduler.plan(self.now)
+        scheduler.limits = limits
+        fed = sorted((row.count, row.draft) for row in plan.rows)
+        if fed != [(1, jump.steps - 1)] * jump.decodes + [(jump.steps * jump.chunk, 0)] * (jump.chunk > 0):
+            raise RuntimeError(f"{jump} became a step of rows and drafts {fed}")
+        return plan
+
+    def _step(self, plan: Plan, jump: Jump, used_before: int) -> float:
         """Run the rows; seconds that it took."""
-        rows, costs, began = plan.rows, self.costs, self.now
-        used = self.scheduler.book.pool.used
+        costs, steps = self.costs, jump.steps
         if steps == 1:
-            work = work_of(rows)
+            work = work_of(plan.rows)
             step_s = costs.step_s(work.decodes, work.prefill_tokens, work.decode_cells, work.prefill_cells)
-            self._last = _Jump(1, began + step_s, began + step_s)
-            tokens = [0]
-            results = [RowResult(row.request_id, tokens if row.samples else _NOTHING) for row in rows]
         else:
-            count = len(rows)
-            cells = count
-            for row in rows:
-                cells += row.start
-                if row.draft != steps - 1:
-                    raise RuntimeError(f"a jump of {steps} steps became one of {row.draft + 1}")
-            step_s = costs.steps_s(steps, count, cells)
-            first_s = costs.steps_s(1, count, cells)
-            last_s = step_s - costs.steps_s(steps - 1, count, cells)
+            step_s = jump.seconds(costs, steps)
+            first_s = jump.seconds(costs, 1)
+            last_s = step_s - jump.seconds(costs, steps - 1)
             second_s = first_s + (last_s - first_s) / (steps - 1)
-            self._meter.gaps.add_run(second_s, last_s, steps - 1, count)
-            self._last = _Jump(steps, began + first_s, began + step_s)
-            tokens = [0] * steps
-            results = [RowResult(row.request_id, tokens) for row in rows]
+            self._meter.gaps.add_run(second_s, last_s, steps - 1, jump.decodes)
+            self._drawn_s = (self.now + first_s, self.now + step_s)
+        tokens = [0] * steps
+        results = [RowResult(row.request_id, tokens if row.samples else _NOTHING) for row in plan.rows]
         self._meter.steps += steps
         self._meter.plans += 1
+        used = self.scheduler.book.pool.used
         self._advance(step_s, used_before + (used - used_before) / steps, used)
         self.scheduler.handle(StepDone(results, plan.epoch, step_s / steps), self.now)
         return step_s

@@ -78,8 +78,10 @@ class Histogram:
 
     def add_run(self, first: float, last: float, steps: int, count: int) -> None:
         """`count` values each of `steps` numbers that grow evenly from `first` to `last`."""
+        if not count:
+            return
         spread = abs(log(max(last, _LEAST_S) / max(first, _LEAST_S))) * _SCALE
-        parts = min(steps, ceil(spread) + 1)
+        parts = min(steps, ceil(2 * spread) + 1)
         each, rest = divmod(steps, parts)
         width = (last - first) / parts
         for part in range(parts):

@@ -87,6 +87,12 @@ def test_classes_are_told_apart() -> None:
     assert "priority" not in run(*SMALL).output
 
 
+def test_reasons_of_parks_are_told() -> None:
+    assert "parks: save asked" in run(*SMALL, "--load", "3").output
+    assert "parks: recompute denied_full" in run(*SMALL, "--load", "3", "--park-ram", "4096").output
+    assert "parks: recompute asked" in run(*SMALL, "--load", "3", "--park-ram", "0").output
+
+
 def test_free_parks_and_files_of_costs(tmp_path: Path) -> None:
     path = tmp_path / "mine.json"
     path.write_bytes(encode(replace(load_costs("cpu"), name="mine")))
