@@ -1,6 +1,6 @@
 """Jumps: how many steps can be played as one, because nothing in them can change the next plan but their tokens.
 
-In each of them every running sequence decodes, except perhaps some prompts, the first of which gets one whole chunk after another.
+In each of them every running sequence decodes, except perhaps some prompts; the first of these gets a whole chunk each time.
 A jump of k steps is one plan of the scheduler itself, in which each decode has k - 1 drafts, all of which agree, and the step's
 budget is k times as large. This file only says how large k may be; too small is never wrong.
 """
