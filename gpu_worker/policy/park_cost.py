@@ -27,9 +27,7 @@ PREFILL_TOKENS = 16  # of a step, or it says nothing of prefills
 SHALLOW_BITS = 8  # cells below 256 count as equally deep
 STAY_S = {"pressure": 1.0, "forced": 1.0, "explicit": DEFAULT_PARK_S}  # before one of that kind has come back
 LEAST_STAY_S = 1e-3
-PRICE = (
-    1 / 4
-)  # of the mean worth, where the budget is full: at the whole mean, room is left that half of the images would pay for
+PRICE = 0.25  # of the mean worth, in a full budget: at the whole of it, half of the images are refused though there is room
 
 
 @dataclass(slots=True)
