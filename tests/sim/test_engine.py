@@ -74,6 +74,16 @@ def test_jumping_changes_nothing_in_many_traces(policy):
         jump_and_compare(policy, seed)
 
 
+def test_a_prompt_that_is_computed_beside_a_jump_counts_in_what_the_policy_looks_ahead():
+    """A long prompt, one token a step, beside a decode that grows until both do not fit for eight steps more."""
+    limits = limits_of(COSTS, ctx=600, slots=2, step_tokens=2, policy="lookahead", reuse=False)
+    trace = [Request("decode", 4, 400), Request("prompt", 303, 30, arrival_s=0.05)]
+    (slow, _), (fast, _) = (play(trace, limits, COSTS, 1 << 30, jump) for jump in (False, True))
+    assert slow.parks == fast.parks == {"pressure": 1}
+    assert fast.plans < 60 < slow.plans
+    assert fast.longest_wait_s == pytest.approx(slow.longest_wait_s)
+
+
 def jump_and_compare(policy: str, seed: int) -> None:
     """One random trace, stepped and jumped: the same ends, parks, bytes and times."""
     rng = random.Random(f"{policy} {seed}")
@@ -183,6 +193,18 @@ def test_without_a_budget_a_park_is_denied_and_recomputed():
     figures = simulate([Request("old", 20, 50), Request("new", 20, 50)], limits, COSTS, 0)
     assert (figures.denials, figures.bytes_saved) == (1, 0)
     assert figures.tokens_recomputed > 20
+
+
+@pytest.mark.parametrize("jump", [False, True])
+def test_the_choice_by_measured_cost_is_simulated(jump):
+    """Costs under which copying is dear: the first park measures it, the later ones recompute. Each is counted with its reason."""
+    costs = replace(COSTS, save_bytes_per_s=1e5, load_bytes_per_s=1e5)
+    limits = limits_of(costs, ctx=300, slots=4, park_mode="auto", policy="ondemand", reuse=False)
+    trace = [Request(f"r{number}", 40, 150, arrival_s=float(number)) for number in range(12)]
+    figures = simulate(trace, limits, costs, 1 << 30, jump=jump)
+    assert sum(figures.park_reasons.values()) == figures.all_parks > 4
+    assert figures.park_reasons["save unmeasured"] < figures.park_reasons["recompute copy_dearer"]
+    assert figures.failed == 0
 
 
 def test_off_fails_instead_of_parking():
