@@ -197,7 +197,7 @@ def test_without_a_budget_a_park_is_denied_and_recomputed():
 
 @pytest.mark.parametrize("jump", [False, True])
 def test_the_choice_by_measured_cost_is_simulated(jump):
-    """Costs under which copying is dear: the first park measures it, the later ones recompute. Each is counted with its reason."""
+    """Costs under which copying is dear: one park measures it, the later ones recompute. Each is counted with its reason."""
     costs = replace(COSTS, save_bytes_per_s=1e5, load_bytes_per_s=1e5)
     limits = limits_of(costs, ctx=300, slots=4, park_mode="auto", policy="ondemand", reuse=False)
     trace = [Request(f"r{number}", 40, 150, arrival_s=float(number)) for number in range(12)]
