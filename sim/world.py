@@ -162,6 +162,8 @@ class World:
                 self.streams[request_id].notify(action)
                 if event == "parked":
                     self.counts[f"{kind} parks"] += 1
+                    if kind == "pressure":
+                        self.counts[f"pressure parks, {self.case.limits.policy}"] += 1
                     self.counts[f"cells: {action.mode} {action.reason}"] += 1
             case events.Finish(request_id):
                 stream = self.streams[request_id]
@@ -267,7 +269,8 @@ class World:
     def _hold_somebody(self) -> None:
         request_id = self.rng.choice(list(self.scheduler.sequences))
         reason = self.rng.choice(["explicit", "credit"])
-        self._holds.append((self.tick + self.rng.randint(1, HOLD_TICKS), request_id, reason))
+        deadline = self.rng.choice([HOLD_TICKS, HOLD_TICKS, 10 * HOLD_TICKS])
+        self._holds.append((self.tick + self.rng.randint(1, deadline), request_id, reason))
         self.counts["holds"] += 1
         self._handle(events.ParkRequested(request_id, reason))
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from gpu_worker.policy import preemption
+from gpu_worker.policy import policies, preemption
 from sim.__main__ import sweep
 from sim.case import draw_case
 from sim.world import World
@@ -27,6 +27,9 @@ def test_many_schedules_hold(first):
     total = sweep(first, 500)
     for state in ("waiting", "running", "parking", "parked", "resuming"):
         assert total[f"cancels while {state}"] > 0
+    for seen in ("explicit parks", "parks to let somebody in", "came in by waiting too long"):
+        assert total[seen] > 0
+    assert total["pressure parks, off"] == 0
 
 
 @pytest.mark.parametrize("bound", [1, 2])
@@ -34,6 +37,15 @@ def test_schedules_hold_when_pressure_may_park_only_a_few_times(bound, monkeypat
     """The rule for a sequence that pressure may not park again, far more often than it would come to it by itself."""
     monkeypatch.setattr(preemption, "EXHAUSTED_AFTER", bound)
     assert sweep(20_001, CHUNK)["pressure parks"] > 0
+
+
+@pytest.mark.parametrize("steps", [2, 8])
+def test_schedules_hold_when_those_that_come_in_leave_a_small_gap(steps, monkeypatch):
+    """The pools of the schedules hold few more than 64 steps; with less of a gap they are short of cells far more often."""
+    monkeypatch.setattr(policies, "ENTER_AHEAD", steps)
+    total = sweep(30_001, CHUNK)
+    for policy in ("lookahead", "ondemand"):
+        assert total[f"pressure parks, {policy}"] > 50
 
 
 def test_a_seed_is_a_schedule():
