@@ -27,7 +27,7 @@ from sim.trace import Request
 BURST = 8  # requests in a burst, on average
 BURST_GAP = 0.02  # between two of a burst, in mean gaps of the trace
 TURNS = 5  # of an agent's session, on average
-THINK_S = 5.0  # between an answer and the next turn, on average
+THINK = 10.0  # between an answer and the next turn, on average, in mean gaps of the trace
 
 
 def make(
@@ -39,18 +39,19 @@ def make(
     most_cells: int,
     rate: float = inf,
     priorities: Sequence[int] = (0,),
-    think_s: float = THINK_S,
+    think: float = THINK,
 ) -> list[Request]:
     """A trace of a shape. Prompts and answers have the same mean, together `mean_cells`; none has more than `most_cells`, so the
-    mean can be no more than that. `rate`: requests a second (inf: all at once). Each request, of agents each session, draws one
-    of `priorities`. ValueError for an unknown name or numbers that do not go together."""
+    mean can be no more than that. `rate`: requests a second (inf: all at once). Agents pause for `think` times the mean gap
+    between requests. Each request, of agents each session, draws one of `priorities`. ValueError for an unknown name or numbers
+    that do not go together."""
     if name not in NAMES:
         raise ValueError(f"no workload {name!r}; choose one of {', '.join(NAMES)}")
     if requests < 1 or mean_cells < 2 or most_cells < mean_cells or rate <= 0:
         raise ValueError("a workload needs requests and a rate above 0 and 2 <= mean_cells <= most_cells")
     rng = random.Random(f"{name} {seed}")
     if name == "agents":
-        trace = _agents(rng, requests, mean_cells, most_cells, think_s)
+        trace = _agents(rng, requests, mean_cells, most_cells, think)
     else:
         shape = _SHAPES[name]
         prompts = _lengths([shape(rng) for _ in range(requests)], mean_cells / 2, most_cells // 2)
@@ -65,8 +66,8 @@ def make(
 
 
 def at_rate(trace: list[Request], rate: float) -> list[Request]:
-    """The same trace of one request a second, sped up or slowed down. Pauses of agents stay."""
-    return [replace(request, arrival_s=request.arrival_s / rate) for request in trace]
+    """The same trace of one request a second, sped up or slowed down, pauses of agents included."""
+    return [replace(request, arrival_s=request.arrival_s / rate, think_s=request.think_s / rate) for request in trace]
 
 
 def rate_of_load(load: float, trace: list[Request], costs: CostModel, limits: Limits) -> float:
@@ -136,7 +137,7 @@ def _bursts(rng: random.Random, count: int) -> list[float]:
     return times
 
 
-def _agents(rng: random.Random, count: int, mean_cells: int, most_cells: int, think_s: float) -> list[Request]:
+def _agents(rng: random.Random, count: int, mean_cells: int, most_cells: int, think: float) -> list[Request]:
     """Sessions of some turns. Each turn's prompt is the whole text so far and something new; the session ends where the next
     turn would be too long."""
     lengths = range(1, 2 * TURNS)
@@ -159,7 +160,7 @@ def _agents(rng: random.Random, count: int, mean_cells: int, most_cells: int, th
                 output,
                 arrival_s=at,
                 after=before,
-                think_s=rng.expovariate(1 / think_s) if turn and think_s else 0.0,
+                think_s=rng.expovariate(1 / think) if turn and think else 0.0,
             )
             trace.append(request)
             known, before = request.cells, request.id

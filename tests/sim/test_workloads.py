@@ -81,7 +81,7 @@ def test_without_a_rate_all_come_at_once():
 def test_a_load_below_one_is_served_and_one_above_piles_up(name):
     costs = load_costs("card")
     limits = limits_of(costs, ctx=40_000, slots=16, policy="lookahead")
-    trace = make(name, requests=400, seed=1, mean_cells=2000, most_cells=20_000, rate=1.0, think_s=0.1)
+    trace = make(name, requests=400, seed=1, mean_cells=2000, most_cells=20_000, rate=1.0)
 
     def longest_start_s(load: float) -> float:
         return simulate(at_rate(trace, rate_of_load(load, trace, costs, limits)), limits, costs, 1 << 34).ttft_p99_s
