@@ -89,7 +89,7 @@ def _limits(rng: random.Random) -> Limits:
 
 def _arrivals(rng: random.Random, limits: Limits) -> list[tuple[int, Generate]]:
     """Requests with shared beginnings, siblings, classes, too long prompts and requests for more than fits."""
-    count = rng.choice([rng.randint(3, 14), rng.randint(10, 40)])
+    count = rng.choice([rng.randint(3, 14), rng.randint(3, 14), rng.randint(10, 30)])
     span = rng.choice([1, 30, 150])
     least, most = rng.choice([(1, 20), (1, limits.pool_cells), (limits.pool_cells // 3, limits.pool_cells)])
     no_end = rng.choice([0.5, 1.0])

@@ -18,9 +18,10 @@ def check(scheduler: Scheduler, cache: HostCache) -> None:
     seats: set[int] = set()
     states: Counter[State] = Counter()
     for request_id, seq in scheduler.sequences.items():
-        refs.update(seq.blocks)
         states[seq.state] += 1
-        assert len(set(seq.blocks)) == len(seq.blocks), f"{request_id} has a block twice"
+        if seq.blocks:
+            refs.update(seq.blocks)
+            assert len(set(seq.blocks)) == len(seq.blocks), f"{request_id} has a block twice"
         assert seq.computed < len(seq.tokens), f"{request_id} has computed what is not there"
         assert seq.pressure_parks <= preemption.EXHAUSTED_AFTER, f"{request_id} was parked by pressure {seq.pressure_parks} times"
         assert seq.draft == 0 or seq.state is State.RUNNING, f"{request_id} is {seq.state.value} and keeps drafts"

@@ -174,7 +174,6 @@ BUGS = [
     Bug("victims: the oldest first", "preemption.py", "            -seq.arrival,\n", "            seq.arrival,\n"),
     Bug("victims that a later one has made needless are parked", "preemption.py",
         "        if over + lost <= max(0, over) and len(chosen) > seats:", "        if False:"),
-    Bug("all that wins a block is parked", "preemption.py", "        if over <= 0 and len(chosen) >= seats:\n            break\n", ""),
     Bug("parks under way are not counted in the demand", "scheduler.py",
         "        return over - self.book.leaving().freed if over > 0 else 0", "        return over"),
     Bug("parks under way are not counted for who comes in", "book.py",

@@ -49,6 +49,19 @@ def test_a_better_one_displaces_a_worse_one_for_a_seat(policy):
     assert story.states("batch", "other") == ["running", "parked"], "the worst, and no more than the one seat needs"
 
 
+def test_a_seat_that_is_about_to_become_free_is_counted_so_that_no_second_one_is_displaced():
+    """Who is being parked keeps its state slot until it is saved."""
+    story = Story("by hand", slots=2, state_slots=2, reuse=False)
+    story.submit("batch", 3, priority=5)
+    story.submit("other", 3, priority=6)
+    story.step()
+    story.submit("chat", 3, priority=0)
+    story.step()
+    story.submit("another", 3, priority=6)
+    story.steps(2)
+    assert story.states("batch", "other", "chat") == ["running", "parking", "waiting"]
+
+
 def test_an_equal_one_displaces_nobody():
     story = Story(slots=1)
     story.submit("a", 3, priority=5)

@@ -7,9 +7,9 @@ from sim.__main__ import sweep
 from sim.case import draw_case
 from sim.world import World
 
-FAST = 400
+FAST = 200
 LONG = 2500
-CHUNK = 100
+CHUNK = 50
 
 
 @pytest.mark.parametrize("first", range(1, FAST, CHUNK))
@@ -45,7 +45,7 @@ def test_schedules_hold_when_those_that_come_in_leave_a_small_gap(steps, monkeyp
     monkeypatch.setattr(policies, "ENTER_AHEAD", steps)
     total = sweep(30_001, CHUNK)
     for policy in ("lookahead", "ondemand"):
-        assert total[f"pressure parks, {policy}"] > 50
+        assert total[f"pressure parks, {policy}"] > 10
 
 
 def test_a_seed_is_a_schedule():
