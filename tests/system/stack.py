@@ -112,6 +112,13 @@ class Stack:
         figures = {(name, int(position)): int(float(value)) for name, position, value in found}
         return {n: (value, figures.get(("accepted", n), 0)) for (name, n), value in figures.items() if name == "drafted"}
 
+    def parks(self) -> dict[str, int]:
+        """How cells were kept, and why, as "save asked" -> parks since the start."""
+        found = re.findall(
+            r'^parkade_parks_total\{mode="(\w+)",reason="(\w+)"\} (\S+)$', self.http.get("/metrics").text, re.MULTILINE
+        )
+        return {f"{mode} {reason}": int(float(value)) for mode, reason, value in found if float(value)}
+
     def slots(self) -> list[dict]:
         return self.http.get("/slots").json()
 

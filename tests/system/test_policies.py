@@ -78,22 +78,32 @@ def test_four_chats_are_whole_however_small_the_pool(tmp_path, alone, model, pol
         assert_all_is_back(stack)
 
 
-@pytest.mark.parametrize("settings", [{"resume_order": "head"}, {"park_mode": "recompute"}, {"park_mode": "auto"}], ids=str)
+@pytest.mark.parametrize(
+    ("settings", "reasons"),
+    [
+        ({"resume_order": "head"}, {"save asked"}),
+        ({"park_mode": "recompute"}, {"recompute asked"}),
+        ({"park_ram": "0"}, {"recompute asked"}),
+        ({"park_ram": "1MiB"}, {"save asked", "recompute denied_full"}),
+        ({"park_mode": "auto"}, {"save unmeasured", "save cheaper", "recompute copy_dearer"}),
+    ],
+    ids=str,
+)
 @pytest.mark.parametrize("policy", ONE_FAST)
-def test_neither_the_order_nor_the_way_of_coming_back_changes_a_text(tmp_path, alone, policy, settings):
+def test_neither_the_order_nor_the_way_of_coming_back_changes_a_text(tmp_path, alone, policy, settings, reasons):
     with Stack(tmp_path / "run", model="bard", ctx=pool(4), slots=CHATS, policy=policy, **settings) as stack:
         answers = ask(stack, bodies())
         assert_whole(answers, alone(bodies()))
         parked = [answer for answer in answers if answer.parkade["parks"]]
         assert parked, "the pool was never short: the test shows nothing"
         assert all({"preempted", "resumed"} <= set(answer.comments) for answer in parked)
+        kept = stack.parks()
+        assert sum(kept.values()) == sum(answer.parkade["parks"] for answer in answers)
+        assert set(kept) <= reasons if settings.get("park_mode") == "auto" else set(kept) == reasons, kept
         recomputed = sum(answer.parkade["recomputed_tokens"] for answer in answers)
-        match settings.get("park_mode", "save"):
-            case "save":
-                assert recomputed == 0
-            case "recompute":
-                assert recomputed > 0
-                assert stack.metric("parkade_hostcache_held_bytes") == 0, "somebody asked for a lease"
+        assert (recomputed > 0) == any(how.startswith("recompute") for how in kept)
+        if reasons == {"recompute asked"}:
+            assert stack.metric("parkade_hostcache_held_bytes") == 0, "somebody was given a lease"
         assert_all_is_back(stack)
 
 
