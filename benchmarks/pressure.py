@@ -156,7 +156,9 @@ def _list(text: str) -> list[str]:
     return [part.strip() for part in text.split(",") if part.strip()]
 
 
-@click.command(help=__doc__)
+@click.command(
+    help="Four chats that fit alone but not together: who is whole, equal to the solo run, and how fast. See the file."
+)
 @click.option("--policy", default="watermark", show_default=True, help="a comma list")
 @click.option("--over", default="2", show_default=True, help="how many times the pool is oversubscribed; a comma list")
 @click.option("--park-ram", default="8GiB,16MiB,0", show_default=True, help="a comma list")
