@@ -172,8 +172,8 @@ class Demand:
             seats = min(self.limits.slots, self.limits.state_slots or self.limits.slots)
             if len(stay) >= seats:
                 return False
-            if not stay:
-                return True
+            if not stay or preemption.exhausted(self.candidate):
+                return not stay
         return self.fits(stay, stay)
 
     def judge(self, victims: list[Sequence]) -> None:

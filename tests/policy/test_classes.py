@@ -73,6 +73,21 @@ def test_an_equal_one_displaces_nobody():
     assert not story.actions(Reserve)
 
 
+def test_one_that_comes_back_alone_only_displaces_nobody():
+    story = Story()
+    story.submit("chat", 3, priority=0)
+    story.step()
+    story.park("chat")
+    story.until(lambda: story.state("chat") == "parked")
+    story["chat"].pressure_parks = preemption.EXHAUSTED_AFTER
+    story.submit("equal", 20, priority=0, max_tokens=30)
+    story.submit("batch", 20, priority=5, max_tokens=10)
+    story.until(lambda: story.used == 12)
+    story.resume("chat")
+    story.steps(3)
+    assert story.states("chat", "equal", "batch") == ["parked", "running", "running"]
+
+
 def test_off_displaces_nobody():
     story = Story(policy="off", slots=1)
     story.submit("batch", 3, priority=5)
