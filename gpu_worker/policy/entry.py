@@ -111,5 +111,6 @@ class Entry:
         return True
 
     def _exhausted_on_device(self) -> bool:
-        """Nobody joins one that pressure may not park again."""
-        return any(preemption.exhausted(seq) for seq in chain(self.book.running.values(), self.book.resuming.values()))
+        """Nobody joins one that pressure may not park again. It came in alone, so it still is."""
+        here = [*self.book.running.values(), *self.book.resuming.values()]
+        return len(here) == 1 and preemption.exhausted(here[0])
