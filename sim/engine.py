@@ -3,7 +3,7 @@
     figures = simulate(trace, limits_of(costs, ctx=8192, slots=8, policy="watermark"), costs, park_ram_bytes=1 << 30)
 
 It decides nothing. The loop is that of gpu_worker/worker.py: a plan, its actions, one step, a bounded piece of copying. Requests
-wait as the router lets them wait: one is sent while fewer than `slots` of its class or a better one are neither parked nor done.
+wait at the router before they are sent, see sim/dispatch.py.
 Text is made up so that two requests have a beginning in common exactly where one comes after the other.
 """
 
@@ -36,6 +36,7 @@ from gpu_worker.policy.limits import Limits
 from gpu_worker.policy.scheduler import Scheduler
 from sim.copying import HostCache
 from sim.costs import CostModel, work_of
+from sim.dispatch import Dispatch, Live, Text
 from sim.figures import Figures
 from sim.jumps import ONE, Jump, longest_jump
 from sim.meter import Meter
@@ -45,7 +46,6 @@ from wire.messages import Generate, Sampling, Submit, Usage
 
 STUCK_AFTER_TURNS = 1000  # of the loop, without time going on
 
-_Text = tuple[tuple[int, int], ...]  # (marker, length): a marker that no other text has, then zeros
 _GREEDY = Sampling(temperature=0.0, seed=0)
 _NOTHING: list[int] = []
 
@@ -59,19 +59,6 @@ class End(Struct, frozen=True):
     code: str
     tokens: int
     usage: Usage
-
-
-class _Live(Struct):
-    """A request from its arrival to its end."""
-
-    request: Request
-    number: int
-    arrival_s: float
-    text: _Text
-    tokens: int = 0
-    last_token_s: float = 0.0
-    parked_since: float | None = None
-    parked_for_router: bool = False  # it has heard of it
 
 
 def limits_of(costs: CostModel, *, ctx: int, slots: int, max_context: int | None = None, **settings: Any) -> Limits:
@@ -138,12 +125,10 @@ class Engine:
         for number, request in enumerate(requests):
             if request.after:
                 self._after.setdefault(request.after, []).append((number, request))
-        self._texts: dict[str, _Text] = {}  # of those that somebody comes after, until then
-        self._queue: list[tuple[int, int, _Live]] = []  # at the router: priority, arrival, itself
+        self._texts: dict[str, Text] = {}  # of those that somebody comes after, until then
         self._arrivals = 0
-        self._live: dict[str, _Live] = {}
-        self._seated: Counter[int] = Counter()  # sent and not parked, as the router knows it, by priority
-        self._best = min((request.priority for request in requests), default=0)
+        self._live: dict[str, Live] = {}
+        self._router = Dispatch(limits.slots, min((request.priority for request in requests), default=0))
         self._inbox: list[Event] = []  # answers that the next turn hears
 
         self._began_s = min((at for at, _, _ in self._to_come), default=0.0)
@@ -179,16 +164,20 @@ class Engine:
 
     def _sleep(self) -> bool:
         """Until the next arrival or deadline. False: there is none."""
-        if self._inbox or self._queue and self._has_seat(self._queue[0][0]):
+        if self._inbox:
             return True
-        wait_s = self.scheduler.wait_s(self.now)
-        times = [self._to_come[0][0]] if self._to_come else []
-        if wait_s is not None:
-            times.append(self.now + wait_s)
-        if not times:
+        wait_s = self._wait_s()
+        if self._to_come:
+            wait_s = min(wait_s, max(0.0, self._to_come[0][0] - self.now))
+        if wait_s == inf:
             return False
-        self._advance(max(0.0, min(times) - self.now))
+        self._advance(wait_s)
         return True
+
+    def _wait_s(self) -> float:
+        """Until a deadline of the scheduler or the router; inf: they have none."""
+        wait_s = self.scheduler.wait_s(self.now)
+        return min(self._router.wait_s(self.now), inf if wait_s is None else wait_s)
 
     def _unfinished(self) -> str:
         states = Counter(seq.state.value for seq in self.scheduler.sequences.values())
@@ -205,21 +194,16 @@ class Engine:
             at, number, request = heapq.heappop(self._to_come)
             text = self._texts.get(request.after, ())
             own = request.prompt_tokens - sum(length for _, length in text)
-            text = (*text, (number + 1, own)) if own else text
-            live = _Live(request, self._arrivals, at, text)
+            text = (*text, (number + 1, own))
+            live = Live(request, self._arrivals, at, text)
             self._arrivals += 1
             self._live[request.id] = live
-            heapq.heappush(self._queue, (request.priority, live.number, live))
-        while self._queue and self._has_seat(self._queue[0][0]):
-            self._submit(heapq.heappop(self._queue)[2])
+            self._router.add(live)
+        while (live := self._router.next(self.now)) is not None:
+            self._submit(live)
 
-    def _has_seat(self, priority: int) -> bool:
-        """The router's rule."""
-        return sum(count for number, count in self._seated.items() if number <= priority) < self.limits.slots
-
-    def _submit(self, live: _Live) -> None:
+    def _submit(self, live: Live) -> None:
         request = live.request
-        self._seated[request.priority] += 1
         prompt: list[int] = []
         for marker, length in live.text:
             prompt.append(marker)
@@ -265,8 +249,7 @@ class Engine:
         live = self._live[notice.request_id]
         if notice.event == "parked":
             self._note_park(notice.request_id)
-            live.parked_for_router = True
-            self._seated[live.request.priority] -= 1
+            self._router.parked(live)
         else:
             self._end_wait(live)
 
@@ -276,11 +259,9 @@ class Engine:
         if live.parked_since is None:
             live.parked_since = self.now
 
-    def _end_wait(self, live: _Live) -> None:
+    def _end_wait(self, live: Live) -> None:
         """It runs again, or is over."""
-        if live.parked_for_router:
-            live.parked_for_router = False
-            self._seated[live.request.priority] += 1
+        self._router.runs_again(live)
         if live.parked_since is not None:
             self._meter.of(live.request.priority).waits.append(self.now - live.parked_since)
             live.parked_since = None
@@ -289,7 +270,7 @@ class Engine:
         live = self._live.pop(finish.request_id)
         request = live.request
         self._end_wait(live)
-        self._seated[request.priority] -= 1
+        self._router.ended(live)
         self._meter.ended(request, live.tokens, finish, self.now)
         for number, follower in self._after.pop(request.id, ()):
             self._texts[request.id] = _grown(live.text, live.tokens)
@@ -300,12 +281,9 @@ class Engine:
     # steps and copies -----------------------------------------------------------------------------------------------------
     def _longest_jump(self) -> Jump:
         """As many steps as can be played as one."""
-        until_s = inf
-        if self._to_come and self._has_seat(self._best):  # else nobody is sent, whoever arrives
-            until_s = self._to_come[0][0] - self.now
-        wait_s = self.scheduler.wait_s(self.now)
-        if wait_s is not None:
-            until_s = min(until_s, wait_s)
+        until_s = self._wait_s()
+        if self._to_come and not self._router.full:
+            until_s = min(until_s, self._to_come[0][0] - self.now)
         return longest_jump(self.scheduler, self.costs, until_s)
 
     def _plan(self, jump: Jump) -> Plan:
@@ -356,7 +334,7 @@ class Engine:
         book = self.scheduler.book
         if used_first is None:
             used_first = used_last = book.pool.used
-        if book.parked or book.parking or book.resuming or self._queue or len(book.waiting):
+        if book.parked or book.parking or book.resuming or len(book.waiting) or self._router.waiting:
             pressed_s = seconds
         else:
             pressed_s = max(0.0, self.now + seconds - self._to_come[0][0]) if self._to_come else 0.0
@@ -375,11 +353,11 @@ class Engine:
             parked_cells=sum(len(seq.tokens) for seq in book.parked.values()),
             running=len(book.running) + len(book.resuming),
             parked=len(book.parked) + len(book.parking),
-            waiting=len(book.waiting) + len(self._queue),
+            waiting=len(book.waiting) + self._router.waiting,
         )
 
 
-def _grown(text: _Text, output: int) -> _Text:
+def _grown(text: Text, output: int) -> Text:
     """The text with its answer."""
     *before, (marker, length) = text
     return (*before, (marker, length + output))

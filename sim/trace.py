@@ -5,7 +5,7 @@
     {"id": "a2", "prompt_tokens": 400, "output_tokens": 90, "after": "a", "think_s": 3.0}
 
 `after`: it arrives `think_s` after that request has ended, not before `arrival_s`, and its prompt begins with that request's
-whole text, which its `prompt_tokens` count too. `priority` as in requests: lower runs first.
+whole text, which its `prompt_tokens` count too, and has more to say. `priority` as in requests: lower runs first.
 """
 
 from collections.abc import Iterable
@@ -95,10 +95,10 @@ def _check_after(trace: list[Request], line_of: dict[str, int]) -> None:
             if at.after not in by_id:
                 raise TraceError(f"{where} comes after {at.after!r}, which is not in the trace")
             before = by_id[at.after]
-            if at.prompt_tokens < before.cells:
-                text = f"{where} comes after {at.after!r} and includes its {before.cells} tokens"
+            if at.prompt_tokens <= before.cells:
+                text = f"{where} comes after {at.after!r} and includes its {before.cells} tokens and one more at least"
                 raise TraceError(f"{text}, but has {at.prompt_tokens} prompt_tokens")
             path.append(at.id)
             at = before
-            # a circle needs no check of its own: the prompt includes the text before it and one token more, so lengths only grow
+            # a circle needs no check of its own: from one to the next, prompts only grow
         ends.update(path)

@@ -41,7 +41,7 @@ def play(trace: list[Request], limits, costs: CostModel, park_ram: int, jump: bo
 def drawn_trace(rng: random.Random, pool: int) -> list[Request]:
     trace: list[Request] = []
     at_s = 0.0
-    classes = rng.choice([[0], [0], [0, 5]])
+    classes = rng.choice([[0], [0], [0, 1], [0, 5]])
     for number in range(rng.randint(5, 25)):
         at_s += rng.expovariate(rng.choice([0.5, 5.0]))
         prompt, output = rng.randint(1, pool // 3), rng.randint(1, pool // 2)
@@ -49,7 +49,7 @@ def drawn_trace(rng: random.Random, pool: int) -> list[Request]:
         if trace and rng.random() < 0.3:
             before = rng.choice(trace)
             if before.cells + prompt < pool:
-                after, prompt = before.id, before.cells + rng.randint(0, prompt)
+                after, prompt = before.id, before.cells + rng.randint(1, prompt)
         trace.append(
             Request(f"r{number}", prompt, output, at_s, rng.choice(classes), after=after, think_s=rng.choice([0.0, 0.3, 4.0]))
         )
@@ -57,7 +57,9 @@ def drawn_trace(rng: random.Random, pool: int) -> list[Request]:
 
 
 def drawn_costs(rng: random.Random) -> CostModel:
-    costs = replace(COSTS, copy_overlaps=rng.random() < 0.5, state_bytes=rng.choice([0, 0, 3 * PAGE]))
+    slow = rng.choice([1, 1, 20])  # waits then are long enough for classes to be promoted
+    rows_s = tuple((rows, slow * seconds) for rows, seconds in COSTS.rows_s)
+    costs = replace(COSTS, rows_s=rows_s, copy_overlaps=rng.random() < 0.5, state_bytes=rng.choice([0, 0, 3 * PAGE]))
     return costs.with_free_parks() if rng.random() < 0.2 else costs
 
 

@@ -36,7 +36,7 @@ def test_a_trace_survives_its_file(tmp_path):
         ([A, b"\xff\xfe"], "line 2: "),
         ([A, b"", A], "line 3: the id 'a' is that of line 1 already"),
         ([B], "line 1: 'b' comes after 'a', which is not in the trace"),
-        ([A, B.replace(b"40", b"29")], "line 2: 'b' comes after 'a' and includes its 30 tokens, but has 29 prompt_tokens"),
+        ([A, B.replace(b"40", b"30")], "line 2: 'b' comes after 'a' and includes its 30 tokens and one .* has 30 prompt_tokens"),
         ([A.replace(b"}", b', "after": "a"}')], "line 1: 'a' comes after 'a' and includes its 30 tokens"),
         ([A.replace(b"}", b', "after": "b"}'), B], "line 1: 'a' comes after 'b' and includes its 50 tokens"),
     ],
@@ -60,7 +60,7 @@ def test_the_file_is_named(tmp_path):
 
 def test_a_long_chain_is_read_in_no_time():
     """Each link is looked at once, in whatever order the lines stand."""
-    chain = [Request(f"r{number}", number + 1, 1, after=f"r{number - 1}" if number else "") for number in range(20_000)]
+    chain = [Request(f"r{number}", 2 * number + 1, 1, after=f"r{number - 1}" if number else "") for number in range(20_000)]
     import msgspec
 
     assert len(parse(map(msgspec.json.encode, reversed(chain)))) == 20_000
