@@ -30,7 +30,7 @@ from parkade.streams import Followed, follow
 from wire.model_files import find_model
 
 CHATS = 4
-PROMPT_TOKENS = 250
+PROMPT_TOKENS = 260  # with GENERATED whole blocks: a pool of a fourth holds exactly one chat
 GENERATED = 700
 WANTED = CHATS * (PROMPT_TOKENS + GENERATED)  # cells
 ROOMY = 8192  # cells of the pool in which nobody is ever parked
