@@ -1,10 +1,13 @@
 """The engine: jumps change nothing, and what happens to a trace is what the real scheduler does with it."""
 
 import random
+import re
+from pathlib import Path
 
 import pytest
 from msgspec.structs import asdict, replace
 
+from gpu_worker.policy.events import Reserve, Save, Saved
 from sim.copying import HostCache
 from sim.costs import CostModel
 from sim.engine import End, Engine, limits_of, simulate
@@ -12,6 +15,7 @@ from sim.figures import Figures
 from sim.timeline import Timeline
 from sim.trace import Request
 
+ROOT = Path(__file__).parent.parent.parent
 POLICIES = ("watermark", "lookahead", "ondemand", "off")
 PAGE = 4096
 COSTS = CostModel(
@@ -249,8 +253,6 @@ def test_copies_take_their_time(overlaps):
 
 def test_a_copy_goes_on_in_bounded_pieces_while_rows_run():
     """12 MiB: three steps of 4 MiB; its end is seen by the next look."""
-    from gpu_worker.policy.events import Reserve, Save, Saved
-
     costs = replace(COSTS, cell_bytes=3 << 20, block_size=4)
     cache = HostCache(costs, 1 << 30)
     granted = cache.answer(Reserve(1, "a", 1))
@@ -260,14 +262,21 @@ def test_a_copy_goes_on_in_bounded_pieces_while_rows_run():
     assert [events for _, events in took] == [[], [], [], [Saved("a", True, 12 << 20, pytest.approx((12 << 20) / 2e8))]]
 
 
-def test_the_bounds_of_copying_are_the_workers():
-    from gpu_worker import worker
-    from gpu_worker.device import copies
-    from sim import copying
+@pytest.mark.parametrize(
+    ("name", "path"),
+    [
+        ("COPY_BYTES_PER_STEP", "gpu_worker/worker.py"),
+        ("COPY_BYTES_IDLE", "gpu_worker/worker.py"),
+        ("PIECE_BYTES", "gpu_worker/device/copies.py"),
+    ],
+)
+def test_the_bounds_of_copying_are_the_workers(name, path):
+    """Read, not imported: that would load torch."""
 
-    assert copying.COPY_BYTES_PER_STEP == worker.COPY_BYTES_PER_STEP
-    assert copying.COPY_BYTES_IDLE == worker.COPY_BYTES_IDLE
-    assert copying.PIECE_BYTES == copies.PIECE_BYTES
+    def bound(file: str) -> str:
+        return re.search(rf"^{name} = (\d+ << \d+)", (ROOT / file).read_text(), re.MULTILINE)[1]
+
+    assert bound("sim/copying.py") == bound(path)
 
 
 def test_the_timeline_stays_bounded(monkeypatch):
