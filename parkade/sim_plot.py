@@ -44,6 +44,7 @@ def draw(path: str, what: str, runs: list[Run], limits: Limits) -> None:
     import matplotlib
 
     matplotlib.use("agg")
+    matplotlib.rcParams["svg.hashsalt"] = "parkade"  # the same figures are the same file
     from matplotlib import pyplot
 
     by_name = combinations(runs)

@@ -20,7 +20,7 @@ class Moment(Struct, frozen=True):
 class Timeline:
     """Moments, thinned out as they become more, so that a run of any length keeps at most MOST of them."""
 
-    MOST = 4000
+    MOST = 1000
 
     def __init__(self) -> None:
         self.moments: list[Moment] = []
