@@ -3,8 +3,8 @@
     figures = simulate(trace, limits_of(costs, ctx=8192, slots=8, policy="watermark"), costs, park_ram_bytes=1 << 30)
 
 It decides nothing. The loop is that of gpu_worker/worker.py: a plan, its actions, one step, a bounded piece of copying. Requests
-wait at the router before they are sent, see sim/dispatch.py.
-Text is made up so that two requests have a beginning in common exactly where one comes after the other.
+wait at the router before they are sent, see sim/dispatch.py. Text is made up so that two requests have a beginning in common
+exactly where one comes after the other.
 """
 
 import heapq
@@ -119,19 +119,21 @@ class Engine:
         self._timeline = timeline
 
         requests = list(trace)
-        self._to_come = [(request.arrival_s, number, request) for number, request in enumerate(requests) if not request.after]
+        # when, number in the trace, itself, the text that its prompt begins with
+        self._to_come: list[tuple[float, int, Request, Text]] = [
+            (request.arrival_s, number, request, ()) for number, request in enumerate(requests) if not request.after
+        ]
         heapq.heapify(self._to_come)
         self._after: dict[str, list[tuple[int, Request]]] = {}
         for number, request in enumerate(requests):
             if request.after:
                 self._after.setdefault(request.after, []).append((number, request))
-        self._texts: dict[str, Text] = {}  # of those that somebody comes after, until then
         self._arrivals = 0
         self._live: dict[str, Live] = {}
         self._router = Dispatch(limits.slots, min((request.priority for request in requests), default=0))
         self._inbox: list[Event] = []  # answers that the next turn hears
 
-        self._began_s = min((at for at, _, _ in self._to_come), default=0.0)
+        self._began_s = min((at for at, *_ in self._to_come), default=0.0)
         self._meter = Meter()
         self._drawn_s = (0.0, 0.0)  # when the first and the last step of the last jump ended
 
@@ -191,8 +193,7 @@ class Engine:
             for event in inbox:
                 self.scheduler.handle(event, self.now)
         while self._to_come and self._to_come[0][0] <= self.now:
-            at, number, request = heapq.heappop(self._to_come)
-            text = self._texts.get(request.after, ())
+            at, number, request, text = heapq.heappop(self._to_come)
             own = request.prompt_tokens - sum(length for _, length in text)
             text = (*text, (number + 1, own))
             live = Live(request, self._arrivals, at, text)
@@ -273,8 +274,8 @@ class Engine:
         self._router.ended(live)
         self._meter.ended(request, live.tokens, finish, self.now)
         for number, follower in self._after.pop(request.id, ()):
-            self._texts[request.id] = _grown(live.text, live.tokens)
-            heapq.heappush(self._to_come, (max(follower.arrival_s, self.now + follower.think_s), number, follower))
+            at = max(follower.arrival_s, self.now + follower.think_s)
+            heapq.heappush(self._to_come, (at, number, follower, _grown(live.text, live.tokens)))
         if self._on_end is not None:
             self._on_end(End(request.id, self.now, finish.reason, finish.code, live.tokens, finish.usage))
 
