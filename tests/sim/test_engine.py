@@ -279,6 +279,20 @@ def test_the_bounds_of_copying_are_the_workers(name, path):
     assert bound("sim/copying.py") == bound(path)
 
 
+def test_prompts_exist_only_while_they_are_at_the_worker():
+    """All come at once; else a long trace would need as much memory as all its texts."""
+    most = 0
+
+    def look(end: End) -> None:
+        nonlocal most
+        most = max(most, len(engine.scheduler.sequences))
+
+    trace = [Request(f"r{number}", 30, 20) for number in range(300)]
+    engine = Engine(trace, limits_of(COSTS, ctx=200, slots=4), COSTS, 1 << 30, on_end=look)
+    assert engine.run().requests == 300
+    assert 0 < most <= 8
+
+
 def test_the_timeline_stays_bounded(monkeypatch):
     monkeypatch.setattr(Timeline, "MOST", 50)
     timeline = Timeline()
