@@ -4,6 +4,7 @@ Records are buffered and written once a second, so a kill loses the last second 
 with one line in the log, never the worker.
 """
 
+import errno
 import logging
 import os
 from pathlib import Path
@@ -105,4 +106,4 @@ def _created(path: Path) -> tuple[Path, int]:
             return one, os.open(one, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         except FileExistsError:
             continue
-    raise FileExistsError(17, f"{MOST_FILES} journals of that name exist")
+    raise FileExistsError(errno.EEXIST, f"{MOST_FILES} journals of that name exist")

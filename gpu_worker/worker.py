@@ -130,7 +130,8 @@ class Worker:
             match action:
                 case events.Emit(request_id, offset, tokens, logprobs, prompt_offset, prompt_logprobs):
                     self._send(messages.Tokens(request_id, offset, tokens, logprobs, prompt_offset, prompt_logprobs))
-                case events.Notify(request_id, event, kind, mode, parked_ms, usage, reason, choice):
+                case events.Notify(request_id, event, kind, mode, parked_ms, usage, choice):
+                    reason = choice.reason if choice is not None else ""
                     self._send(messages.Notice(request_id, event, kind, mode, parked_ms, usage, reason))
                     if choice is not None:
                         log.info("parked %s (%s): %s", request_id, kind, told(choice))

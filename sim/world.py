@@ -164,7 +164,7 @@ class World:
                     self.counts[f"{kind} parks"] += 1
                     if kind == "pressure":
                         self.counts[f"pressure parks, {self.case.limits.policy}"] += 1
-                    self.counts[f"cells: {action.mode} {action.reason}"] += 1
+                    self.counts[f"cells: {action.mode} {action.choice.reason}"] += 1
             case events.Finish(request_id):
                 stream = self.streams[request_id]
                 assert stream.finish is None, f"{request_id} ends twice"

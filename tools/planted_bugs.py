@@ -218,7 +218,7 @@ BUGS = [
     Bug("nobody without blocks fails where parking is off", "scheduler.py", "            elif not self.policy.parks:", "            elif False:"),
     Bug("relief parks where parking is off", "scheduler.py", "        if over > 0 and policy.parks:", "        if over > 0:"),
     Bug("lookahead counts only those that grow now", "scheduler.py",
-        "        ahead = short if self.policy.park_ahead == 1 else book.running.values()", "        ahead = short"),
+        "        may_grow = short if self.policy.park_ahead == 1 else book.running.values()", "        may_grow = short"),
 ]  # fmt: skip
 
 

@@ -244,7 +244,7 @@ class Book:
             seq.computed = 0
         choice = seq.choice
         self.parks[f"{choice.mode} {choice.reason}"] += 1
-        self.actions.append(Notify(seq.request_id, "parked", seq.kind, choice.mode, 0, usage_of(seq, now), choice.reason, choice))
+        self.actions.append(Notify(seq.request_id, "parked", seq.kind, choice.mode, 0, usage_of(seq, now), choice))
 
     def _give_back_blocks(self, seq: Sequence) -> None:
         self.pool.release(seq.blocks)

@@ -171,8 +171,7 @@ class Notify(Value):
     mode: Literal["save", "recompute"]
     parked_ms: int
     usage: Usage
-    reason: str = ""  # why its cells were saved, or not; of a park
-    choice: Choice | None = None  # the same with its numbers
+    choice: Choice | None = None  # of a park
 
 
 class Finish(Value):

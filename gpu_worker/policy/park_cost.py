@@ -74,7 +74,10 @@ class ParkCost:
 
     # what has happened ----------------------------------------------------------------------------------------------------
     def stepped(self, rows: Iterable[Row], seconds: float) -> None:
-        """A step of these rows took so long. Its decodes are taken to cost what they cost without a prefill beside them."""
+        """A step of these rows took so long; 0: not measured. Its decodes are taken to cost what they cost without a prefill
+        beside them. Only `auto` asks for it."""
+        if not seconds or self.limits.park_mode != "auto":
+            return
         prefills = []
         decodes = tokens = 0
         for row in rows:

@@ -12,10 +12,10 @@ def growing(running: Iterable[Sequence], block_size: int) -> list[Sequence]:
 
 
 def rows_of(
-    running: Iterable[Sequence], stalled: Collection[Sequence], budget: int, rank: Callable[[Sequence], tuple[int, int]]
+    running: Iterable[Sequence], without_room: Collection[Sequence], budget: int, rank: Callable[[Sequence], tuple[int, int]]
 ) -> list[Row]:
     """A decode is never left out for a prefill: `budget` is at least what all decodes feed. The rest goes to those that have more
-    to feed, in the order of `rank`. `stalled` ones have no room for their next token and sit this step out."""
+    to feed, in the order of `rank`. Those `without_room` for their next token sit this step out."""
     rows = []
     behind = []
     for seq in running:
@@ -23,7 +23,7 @@ def rows_of(
         start = seq.computed
         if len(tokens) - start > 1:
             behind.append(seq)
-        elif not stalled or seq not in stalled:
+        elif not without_room or seq not in without_room:
             rows.append(_row(seq, start, 1))
             budget -= 1 + seq.draft
     if behind:

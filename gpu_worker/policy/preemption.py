@@ -31,7 +31,8 @@ def class_of(seq: Sequence, top: int, now: float) -> int:
 
 
 def promotions_by_waiting(seq: Sequence, now: float) -> int:
-    """Classes gained since it could come in but for the others; a held one gains none, or a client could promote itself."""
+    """Classes gained since it could come in but for the others; a held one gains none, or a client could promote itself.
+    Source: simulator."""
     if seq.held or seq.state not in (State.WAITING, State.PARKED):
         return 0
     return int(max(0.0, now - seq.wants_since) // PROMOTED_EACH_S)
@@ -132,6 +133,7 @@ def displaced_by(candidate: Sequence, running: Iterable[Sequence], class_of: Cla
 
 
 def promoted_by_next_park(seq: Sequence) -> bool:
+    """Whether one more pressure park gains it a class."""
     return (seq.pressure_parks + 1) % PROMOTED_EACH_PARKS == 0
 
 
@@ -143,7 +145,8 @@ def claim_cells(seq: Sequence, limits: Limits) -> int:
 
 
 def entry_cells(seq: Sequence, limits: Limits, steps: int) -> int:
-    """Cells there must be room for when it comes in: what it claims, and what its first `steps` will take."""
+    """Cells there must be room for when it comes in: what it claims, and what its first `steps` will take. Source: simulator (or
+    its own growth would park it)."""
     return max(claim_cells(seq, limits), len(seq.tokens) + min(steps, seq.remaining) - 1)
 
 
@@ -173,7 +176,7 @@ def resume_order(parked: Iterable[Sequence], class_of: ClassOf, order: str, max_
         (seq for seq in parked if not seq.held),
         key=lambda seq: (
             (0, 0, 0, seq.wants_since, seq.arrival)
-            if max_park_s and aged(seq, max_park_s, now)
+            if aged(seq, max_park_s, now)
             else (1, class_of(seq), -seq.pressure_parks if most_parked else 0, seq.wants_since, seq.arrival)
         ),
     )

@@ -61,8 +61,8 @@ class Scheduler:
         return not self.book.sequences
 
     def wait_s(self, now: float) -> float | None:
-        """Seconds to the nearest deadline. The policy has none of its own: either another plan could let somebody in now, or
-        whatever changes a plan comes as an event."""
+        """0 if another plan could let somebody in now, else None: what changes a plan comes as an event. Time alone only
+        promotes, which counts from the next event on: while nobody is on the device, one comes in without it."""
         return 0.0 if self.book.changed else None
 
     def load(self) -> SchedulerLoad:
@@ -172,8 +172,7 @@ class Scheduler:
         """Apply each result once; those of a forgotten plan not at all."""
         if epoch != self._epoch or not self._in_step:
             return
-        if seconds and self.limits.park_mode == "auto":
-            self.book.park_cost.stepped(self._in_step.values(), seconds)
+        self.book.park_cost.stepped(self._in_step.values(), seconds)
         step, self._in_step = self._in_step, {}
         self.totals.steps += 1
         for result in results:
@@ -275,8 +274,9 @@ class Scheduler:
         if self.limits.draft_max:
             drafting.assign(book.running.values(), self.limits)
         short = growing(book.running.values(), self.limits.block_size) if book.running else []
-        ahead = short if self.policy.park_ahead == 1 else book.running.values()
-        if ahead and self._shortfall(ahead) > 0:
+        # one step ahead nobody else needs a block
+        may_grow = short if self.policy.park_ahead == 1 else book.running.values()
+        if may_grow and self._shortfall(may_grow) > 0:
             short = self._relieve(short, now)
         if book.changed:
             book.changed = False
@@ -284,8 +284,8 @@ class Scheduler:
             short = [seq for seq in short if seq.state is State.RUNNING]  # one may have been parked for a better class
             if self.limits.draft_max:
                 drafting.share_rows(book.running.values(), self.limits)
-        stalled = self._grow(short, now) if short else []
-        rows = rows_of(book.running.values(), stalled, self.limits.step_budget, self._rank) if book.running else []
+        without_room = self._grow(short, now) if short else []
+        rows = rows_of(book.running.values(), without_room, self.limits.step_budget, self._rank) if book.running else []
         if rows:
             self._epoch += 1
             self._in_step = {row.request_id: row for row in rows}
@@ -339,7 +339,7 @@ class Scheduler:
             for seq in short:
                 book.grow(seq)
             return []
-        stalled = []
+        without_room = []
         for seq in sorted(short, key=lambda seq: (self._class_of(seq), -len(seq.tokens), seq.arrival)):
             if preemption.missing(seq, book.pool) > book.pool.available:
                 drafting.cut_to(seq, book.pool.blocks_for(len(seq.tokens)), self.limits.block_size)
@@ -349,8 +349,8 @@ class Scheduler:
                 book.finish(seq, "error", now, self._full(seq), "kv_cache_full")
             else:
                 seq.draft = 0
-                stalled.append(seq)
-        return stalled
+                without_room.append(seq)
+        return without_room
 
     def _full(self, seq: Sequence) -> str:
         pool = self.book.pool

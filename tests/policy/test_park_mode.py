@@ -27,7 +27,7 @@ from tests.policy.story import Story
 
 # each park, told once -------------------------------------------------------------------------------------------------
 def parked(story: Story, name: str) -> list[tuple[str, str]]:
-    return [(a.mode, a.reason) for a in story.actions(Notify, name) if a.event == "parked"]
+    return [(a.mode, a.choice.reason) for a in story.actions(Notify, name) if a.event == "parked"]
 
 
 def one(saves: str = "granted", **limits) -> Story:
@@ -100,7 +100,7 @@ def test_each_park_counts_once_and_a_resume_not_at_all():
         story.steps(2)
     counters = story.scheduler.load().counters
     assert counters.parks == {"save asked": 3} and counters.resumed == 2
-    assert [a.reason for a in story.actions(Notify, "a") if a.event == "resumed"] == ["", ""]
+    assert [a.choice for a in story.actions(Notify, "a") if a.event == "resumed"] == [None, None]
 
 
 # through the scheduler ------------------------------------------------------------------------------------------------

@@ -77,7 +77,7 @@ def test_a_park_is_told_with_its_reason_and_its_numbers_are_one_line_of_the_log(
     worker = new_worker(None)
     choice = Choice("recompute", "budget_dear", 1200, 3 << 20, 0.004, 0.5, 2.5, 0.75, 3.0, 4.0)
     with caplog.at_level("INFO", "parkade"):
-        worker._act([Notify("chat-1", "parked", "pressure", "recompute", 0, Usage(), "budget_dear", choice)], 0.0)
+        worker._act([Notify("chat-1", "parked", "pressure", "recompute", 0, Usage(), choice)], 0.0)
         worker._act([Notify("chat-1", "resumed", "pressure", "recompute", 70, Usage())], 0.0)
     notices = [message for message in worker.socket.heard if isinstance(message, Notice)]
     assert [(notice.event, notice.mode, notice.reason) for notice in notices] == [
