@@ -6,6 +6,7 @@ Writes `policy.md` (tables), `policy.svg` (plot) and `policy.json` (every mean) 
 follows the rule in `chosen`; docs/decisions/ says what was made of it.
 """
 
+import gc
 import json
 import multiprocessing
 import os
@@ -64,6 +65,7 @@ class Scene(Struct, frozen=True):
     def run(self, choice: Choice, seed: int) -> Figures:
         costs = load_costs(self.costs)
         settings = {"policy": choice.policy, "resume_order": choice.order, "high": choice.high, "low": choice.low}
+        settings["park_mode"] = "save" if self.park_ram else "recompute"
         return simulate(self.trace(seed), limits_of(costs, ctx=self.ctx, slots=self.slots, **settings), costs, self.park_ram)
 
     def trace(self, seed: int) -> list[workloads.Request]:
@@ -206,7 +208,7 @@ def main(seeds: int, wide_seeds: int, skip_real: bool, out: Path) -> None:
     console, began = Console(), time.monotonic()
     main_scenes = [Scene(shape) for shape in workloads.NAMES]
     titles, both, picks, data = ["2k cells, 8 slots, 2 times"], [], [], {}
-    with multiprocessing.get_context("spawn").Pool(os.cpu_count()) as pool:
+    with multiprocessing.get_context("spawn").Pool(os.cpu_count(), initializer=gc.disable) as pool:
         runs = play_all(main_scenes, range(1, seeds + 1), pool)
         found = {scene: means(of, scene.ctx) for scene, of in runs.items()}
         tables = [found]

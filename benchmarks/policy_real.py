@@ -138,7 +138,8 @@ def pair(
 
 
 def simulated(trace: Trace, costs: CostModel, policy: str, park_ram: int, ctx: int) -> Figures:
-    limits = limits_of(costs, ctx=ctx, slots=SLOTS, policy=policy, resume_order="head", max_park_s=0.0)
+    mode = "save" if park_ram else "recompute"
+    limits = limits_of(costs, ctx=ctx, slots=SLOTS, policy=policy, resume_order="head", park_mode=mode)
     return simulate(trace, limits, costs, park_ram)
 
 
