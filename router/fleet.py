@@ -201,9 +201,13 @@ class Fleet:
         """The longest context of any worker; 0 while none is known."""
         return max(self.max_context.values(), default=0)
 
+    def worker_of(self, request: Request) -> Worker | None:
+        """The worker that has it."""
+        return self.workers[request.worker] if request.worker is not None else None
+
     def in_batch(self, request: Request) -> bool:
         """Whether it runs on a worker, or is on its way there: once told to park it, the worker will say when it has left."""
-        worker = self.workers.get(request.worker) if request.worker is not None else None
+        worker = self.worker_of(request)
         if worker is None or not worker.has_begun(request):
             return False
         slot = worker.slot_of(request)
@@ -211,9 +215,9 @@ class Fleet:
 
     def slot_of(self, request: Request) -> Slot | None:
         """Its line of `slots`, if it has a seat."""
-        worker = self.workers.get(request.worker) if request.worker is not None else None
+        worker = self.worker_of(request)
         slot = worker.slot_of(request) if worker is not None else None
-        return self._shown(worker, slot) if worker is not None and slot is not None else None
+        return self._shown(worker, slot) if slot is not None else None
 
     def slots(self) -> list[Slot]:
         """The seats of all living workers, each with a number of its own: seat * workers + the worker's rank by name."""

@@ -74,12 +74,14 @@ class Holds:
 
     def _no_park(self, request: Request) -> str:
         """Why it may not be set aside, or nothing."""
+        if why := self._ending(request):
+            return why
         if request.held:
-            return self._ending(request) or "the request is set aside already"
-        return self._ending(request) or ("the server is stopping" if self._closed else "")
+            return "the request is set aside already"
+        return "the server is stopping" if self._closed else ""
 
     def _ending(self, request: Request) -> str:
-        """Whether it only waits for its last word, or for its client to read it."""
+        """Why nothing can be done with it: it only waits for its last word, or for its client to read that. Or nothing."""
         return "the request is ending" if request.cancelled or request.finished is not None else ""
 
     def _resume(self, request: Request, client: bytes, ask: int) -> None:

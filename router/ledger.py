@@ -365,9 +365,9 @@ class Ledger:
 
     def _leave_worker(self, request: Request, now: float) -> None:
         """Whatever the worker still says about it is void, until its Finished."""
-        if request.worker is None:
+        worker = self.fleet.worker_of(request)
+        if worker is None:
             return
-        worker = self.fleet.workers[request.worker]
         if not request.cancelled:
             self._to_worker(request, messages.Cancel(request.request_id))
         worker.drop(request)

@@ -9,17 +9,16 @@ from typing import Annotated, Literal
 from msgspec import Meta, Struct
 
 PROTOCOL = b"PK1"
-
 MAX_REQUEST_ID_CHARS = 64
 MAX_LOGPROBS = 20
 MAX_PRIORITY = 100  # and as far below 0
+DEFAULT_PARK_S = 300.0
+MAX_PARK_S = 7 * 86400.0
 
 RequestId = Annotated[str, Meta(min_length=1, max_length=MAX_REQUEST_ID_CHARS)]
 TokenId = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 Count = Annotated[int, Meta(ge=0, le=2**53)]
 ParkKind = Literal["pressure", "forced", "explicit"]
-DEFAULT_PARK_S = 300.0
-MAX_PARK_S = 7 * 86400.0
 
 
 class Message(Struct, frozen=True, tag=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -147,10 +146,8 @@ class Resume(Message):
 
 
 class Credit(Message):
-    """The client has taken in `consumed_bytes` of this stream's encoded messages, counted from its start."""
-
     request_id: RequestId
-    consumed_bytes: Count
+    consumed_bytes: Count  # of this stream's encoded messages, taken in by the client since its start
 
 
 class GetStatus(Message):
@@ -207,14 +204,13 @@ class Notice(Message):
 
 
 class Finished(Message):
-    """The one last word of an accepted stream. `error` says in one line why, when reason is error."""
+    """The one last word of an accepted stream. `error` says in one line why, when reason is error, and `code` in a short name:
+    context_length_exceeded, kv_cache_full, compute_error, recompute_stalled, worker_lost, drain_timeout, slow_client."""
 
     request_id: str
     reason: Literal["stop", "length", "cancelled", "error"]
     usage: Usage
     error: str = ""
-    # a short name of the error: context_length_exceeded, kv_cache_full, compute_error, recompute_stalled, worker_lost,
-    # drain_timeout, slow_client
     code: str = ""
 
 
@@ -261,10 +257,8 @@ class Status(Message):
 
 # router -> worker -----------------------------------------------------------------------------------------------------
 class Submit(Message):
-    """`generate` with its seed drawn, and the tokens already delivered by an earlier life of a worker.
-
-    `arrival` orders requests and survives replays. `usage` is what earlier lives have cost.
-    """
+    """`generate` with its seed drawn. `delivered` are the tokens, and `usage` the cost, of earlier lives of its worker. `arrival`
+    orders requests and survives replays."""
 
     generate: Generate
     arrival: int
@@ -329,13 +323,11 @@ class HeldLease(Part):
 
 
 class Attach(Message):
-    """`unit_bytes` is the block's bytes rounded up to 4 KiB. `held` names leases in the arena of that `generation`.
-
-    They are taken back only where the same arena survived a restart of the host cache; `Attached.kept` says which.
-    """
+    """`held` names leases in the arena of that `generation`: they are taken back only where the same arena survived a restart of
+    the host cache; `Attached.kept` says which."""
 
     worker: str  # name-pid-boot
-    unit_bytes: Annotated[int, Meta(ge=4096, le=2**40)]
+    unit_bytes: Annotated[int, Meta(ge=4096, le=2**40)]  # the block's bytes rounded up to 4 KiB
     generation: int = 0  # 0: of no arena yet
     held: list[HeldLease] = []
 
@@ -376,10 +368,8 @@ class Attached(Message):
 
 
 class Granted(Message):
-    """`lease` is a number of this worker's own: two workers may hold the same one."""
-
     ask: int
-    lease: int
+    lease: int  # a number of this worker's own: another may hold the same one
     extents: list[tuple[int, int]]  # (offset, bytes) in the arena, multiples of the unit
     used_bytes: int = 0  # of the budget, by live leases of all workers, this one included
 
@@ -395,11 +385,9 @@ class Reclaim(Message):
 
 
 class Budget(Message):
-    """`used`: bytes of live leases. `held`: bytes of resident slabs; held <= budget always."""
-
     budget_bytes: int
-    used_bytes: int
-    held_bytes: int
+    used_bytes: int  # of live leases
+    held_bytes: int  # of resident slabs; held <= budget always
     leases: int
     generation: int
 

@@ -9,20 +9,21 @@ from starlette.responses import Response
 from router.openai.errors import ApiError, shutting_down
 from router.openai.limits import MAX_BODY_BYTES
 from router.openai.params import MAX_N, MAX_STOP_STRINGS, MAX_STREAMS
+from router.openai.replies import json_response
 from router.openai.serving import Serving
 from wire.messages import MAX_LOGPROBS
 
 
 async def models(request: Request) -> Response:
     """GET /v1/models: the one model."""
-    return _json({"object": "list", "data": [_model(request.app.state.serving)]})
+    return json_response({"object": "list", "data": [_model(request.app.state.serving)]})
 
 
 async def model(request: Request) -> Response:
     """GET /v1/models/{id}; 404 for any other."""
     serving: Serving = request.app.state.serving
     serving.check_model(request.path_params["model"])
-    return _json(_model(serving))
+    return json_response(_model(serving))
 
 
 async def health(request: Request) -> Response:
@@ -33,7 +34,7 @@ async def health(request: Request) -> Response:
         raise shutting_down()
     if not status.ready:
         raise ApiError(503, status.reason or "The server is not ready.", code="not_ready", retry_after_s=2)
-    return _json({"status": "ok"})
+    return json_response({"status": "ok"})
 
 
 async def metrics(request: Request) -> Response:
@@ -47,7 +48,7 @@ async def props(request: Request) -> Response:
     serving: Serving = request.app.state.serving
     status = await serving.status()
     alive = [worker for worker in status.workers if worker.alive]
-    return _json(
+    return json_response(
         {
             "model": serving.name,
             "max_context": min((worker.max_context for worker in alive), default=serving.max_context),
@@ -97,7 +98,3 @@ def _model(serving: Serving) -> dict[str, Any]:
         "owned_by": "parkade",
         "max_model_len": serving.max_context,
     }
-
-
-def _json(content: Any) -> Response:
-    return Response(msgspec.json.encode(content), media_type="application/json")

@@ -1,6 +1,10 @@
 """What clients receive, as msgspec Structs. Keys that OpenAI's clients require are always written; UNSET ones are left out."""
 
+from typing import Any
+
+import msgspec
 from msgspec import UNSET, Struct, UnsetType, field
+from starlette.responses import Response
 
 from wire.messages import Usage as WireUsage
 
@@ -142,3 +146,8 @@ def parkade_reply(usages: list[WireUsage]) -> ParkadeReply:
         recomputed_tokens=sum(usage.recomputed_tokens for usage in usages),
         exact=all(usage.exact for usage in usages),
     )
+
+
+def json_response(content: Any) -> Response:
+    """200 with the content as JSON."""
+    return Response(msgspec.json.encode(content), media_type="application/json")

@@ -4,14 +4,14 @@ import asyncio
 from collections.abc import Awaitable
 from typing import Any
 
-import msgspec
-from msgspec.structs import replace
+from msgspec.structs import asdict, replace
 from starlette.requests import Request
 from starlette.responses import Response
 
 from router.openai.errors import ApiError, router_lost
 from router.openai.limits import read_body
 from router.openai.params import park_deadline_s
+from router.openai.replies import json_response
 from router.openai.schema import ParkRequest, ResumeRequest, decode
 from router.openai.serving import Serving
 from wire.messages import HoldAnswer, Slot
@@ -22,7 +22,7 @@ LISTED_S = 0.3  # after so long a seat's new owner is listed
 async def slots(request: Request) -> Response:
     """GET /slots: a JSON array with every key in every entry. `acceptance` is null before anything was drafted."""
     status = await request.app.state.serving.status()
-    return _json([_entry(slot) for slot in status.slots])
+    return json_response([_entry(slot) for slot in status.slots])
 
 
 async def park(request: Request) -> Response:
@@ -70,12 +70,8 @@ async def _answered(asked: Awaitable[HoldAnswer], slot: Slot, held: bool) -> Res
         case "conflict":
             raise ApiError(409, f"Slot {slot.id}: {answer.message}.", code="conflict")
         case _:
-            return _json(_entry(answer.slot or replace(slot, held=held)))
+            return json_response(_entry(answer.slot or replace(slot, held=held)))
 
 
 def _entry(slot: Slot) -> dict[str, Any]:
-    return msgspec.structs.asdict(slot) | {"acceptance": round(slot.accepted / slot.drafted, 4) if slot.drafted else None}
-
-
-def _json(content: Any) -> Response:
-    return Response(msgspec.json.encode(content), media_type="application/json")
+    return asdict(slot) | {"acceptance": round(slot.accepted / slot.drafted, 4) if slot.drafted else None}

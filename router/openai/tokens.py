@@ -2,7 +2,6 @@
 
 from typing import Any
 
-import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -10,6 +9,7 @@ from router.openai.chat import chat_tokens
 from router.openai.errors import invalid
 from router.openai.limits import read_body
 from router.openai.params import token_ids
+from router.openai.replies import json_response
 from router.openai.schema import DetokenizeRequest, TokenizeRequest, decode
 from router.openai.serving import Serving
 
@@ -33,7 +33,7 @@ async def tokenize(request: Request) -> Response:
     else:
         raise invalid("One of 'content', 'prompt' and 'messages' is required.", "content")
     shown = [_piece(serving, token) for token in ids] if asked.with_pieces else ids
-    return _json({"tokens": shown, "count": len(ids), "max_model_len": serving.max_context})
+    return json_response({"tokens": shown, "count": len(ids), "max_model_len": serving.max_context})
 
 
 async def detokenize(request: Request) -> Response:
@@ -45,7 +45,7 @@ async def detokenize(request: Request) -> Response:
         raise invalid("'tokens' is required.", "tokens")
     ids = token_ids(asked.tokens, "tokens", serving.vocab_size)
     text = await serving.beside(4 * len(ids), lambda: serving.text.decode(ids, skip_special=False))
-    return _json({"content": text, "prompt": text})
+    return json_response({"content": text, "prompt": text})
 
 
 async def _encode(serving: Serving, text: str, add_special: bool, param: str) -> list[int]:
@@ -62,7 +62,3 @@ def _piece(serving: Serving, token: int) -> dict[str, Any]:
         return {"id": token, "piece": raw.decode()}
     except UnicodeDecodeError:
         return {"id": token, "piece": list(raw)}
-
-
-def _json(content: Any) -> Response:
-    return Response(msgspec.json.encode(content), media_type="application/json")
