@@ -138,15 +138,18 @@ def limits(config: Config, files: ModelFiles, spec: ModelSpec, hello: Hello) -> 
         num_blocks=hello.pool_cells // BLOCK_SIZE,
         block_size=BLOCK_SIZE,
         slots=config.slots,
-        step_tokens=config.step_tokens,
         max_context=hello.max_context,
+        step_tokens=config.step_tokens,
+        policy=config.policy,
         high=config.high,
         low=config.low,
-        policy=config.policy,
         lookahead_steps=config.lookahead_steps,
         protect_after=config.protect_after,
-        max_park_s=config.max_park_s,
         resume_order=config.resume_order,
+        max_park_s=config.max_park_s,
+        park_mode=park_mode(config),
+        block_bytes=hello.pool_bytes * BLOCK_SIZE // hello.pool_cells,
+        state_bytes=hello.state_bytes,
         park_every=config.park_every,
         reuse=hello.reuse,
         draft_max=hello.draft,
@@ -154,10 +157,12 @@ def limits(config: Config, files: ModelFiles, spec: ModelSpec, hello: Hello) -> 
         state_slots=hello.state_slots or None,
         eos_token_ids=files.eos_token_ids,
         exact=hello.exact,
-        park_mode=config.park_mode if config.park_ram == "auto" or size_bytes(config.park_ram) > 0 else "recompute",
-        block_bytes=hello.pool_bytes * BLOCK_SIZE // hello.pool_cells,
-        state_bytes=hello.state_bytes,
     )
+
+
+def park_mode(config: Config) -> str:
+    """What `--park-mode` says; with `--park-ram 0` there is nowhere to save to."""
+    return config.park_mode if config.park_ram == "auto" or size_bytes(config.park_ram) > 0 else "recompute"
 
 
 def check_memory(config: Config, model: Model, num_blocks: int, state_slots: int, draft_max: int) -> None:

@@ -6,39 +6,30 @@ from msgspec import Struct
 
 
 class Limits(Struct, frozen=True, kw_only=True):
-    """`num_blocks` blocks of `block_size` cells; `max_context` is the most cells one sequence may use; `high` and `low` percent.
-
-    `slots` sequences may run at once. `step_tokens` is what one step may feed. `park_every` 0: never. What `policy`, `high`,
-    `low` and `lookahead_steps` mean together is in policies.py. A sequence that pressure has parked `protect_after` times is
-    passed over while another candidate exists; one that waits to come back for `max_park_s` comes back first (0: never).
-    `draft_max` is the most tokens the head may draft for one row in a step, `draft_rows` the most rows, drafts included, that the
-    decodes of a step with drafts may feed. `draft_cost[d - 1]` is what one draft for each of d decodes costs, in percent of the
-    step without drafts; the last entry stands for all larger d. `state_slots` sequences have room for a recurrent state on the
-    device; None: the model has no such state. `park_mode` recompute never asks for a lease; auto compares what both ways cost,
-    for which `block_bytes` and `state_bytes` say how large an image is. ValueError if nothing could ever run.
-    """
+    """ValueError if nothing could ever run. What `policy`, `high`, `low` and `lookahead_steps` mean together: see policies.py."""
 
     num_blocks: int
-    block_size: int
-    slots: int
-    max_context: int
-    step_tokens: int = 256
+    block_size: int  # cells
+    slots: int  # sequences that may run at once
+    max_context: int  # most cells that one sequence may use
+    step_tokens: int = 256  # what one step may feed
     policy: Literal["watermark", "lookahead", "ondemand", "off"] = "watermark"
-    high: int = 94
+    high: int = 94  # percent, as `low`
     low: int = 80
     lookahead_steps: int = 8
-    protect_after: int = 3
+    protect_after: int = 3  # pressure parks, after which one is passed over while another candidate exists
     resume_order: Literal["most-parked", "head"] = "most-parked"
-    max_park_s: float = 0.0
-    park_mode: Literal["save", "recompute", "auto"] = "save"
-    block_bytes: int = 0
+    max_park_s: float = 0.0  # who waits so long to come back comes back first; 0: nobody
+    park_mode: Literal["save", "recompute", "auto"] = "save"  # recompute never asks for a lease, auto compares what both cost
+    block_bytes: int = 0  # of a block in an image; as `state_bytes`, of its state, for what a copy costs
     state_bytes: int = 0
-    park_every: int = 0
-    reuse: bool = True
-    draft_max: int = 0
-    draft_rows: int = 64
+    park_every: int = 0  # generated tokens, after which a park is forced; 0: never
+    reuse: bool = True  # blocks may be found again by hash
+    draft_max: int = 0  # most tokens that the head may draft for one row in a step
+    draft_rows: int = 64  # most rows, drafts included, that the decodes of a step with drafts may feed
+    # [d - 1]: what one draft for each of d decodes costs, in percent of the step without drafts; the last one is for all larger d
     draft_cost: tuple[int, ...] = (30, 40, 50, 60)
-    state_slots: int | None = None
+    state_slots: int | None = None  # recurrent states that the device has room for; None: the model has none
     eos_token_ids: tuple[int, ...] = ()
     exact: bool = False
 

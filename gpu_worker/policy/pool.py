@@ -145,9 +145,9 @@ class Leaving:
 
     def remove(self, blocks: Iterable[int]) -> int:
         """It stays after all. Returns how many blocks are not freed then."""
-        kept = 0
+        lost = 0
         for block in blocks:
-            kept += self._left[block] == self.pool.refs(block) and block not in self._kept
+            lost += self._left[block] == self.pool.refs(block) and block not in self._kept
             self._left[block] -= 1
-        self.freed -= kept
-        return kept
+        self.freed -= lost
+        return lost

@@ -111,7 +111,7 @@ def enough(candidates: Iterable[Sequence], over: int, leaving: Leaving, steps: i
             break
         over -= leaving.add(seq.blocks) + missing(seq, pool, steps)
         chosen.append(seq)
-    for seq in reversed(chosen[:]):
+    for seq in reversed(chosen[:]):  # needless: without it there is still enough, or as much missing
         lost = leaving.remove(seq.blocks) + missing(seq, pool, steps)
         if over + lost <= max(0, over) and len(chosen) > seats:
             chosen.remove(seq)

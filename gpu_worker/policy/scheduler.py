@@ -30,7 +30,7 @@ from gpu_worker.policy.plan import growing, rows_of
 from gpu_worker.policy.policies import policy_of
 from gpu_worker.policy.report import SchedulerLoad, Totals, load_of
 from gpu_worker.policy.sequence import Sequence, State, sequence_of, usage_of
-from wire.messages import Submit
+from wire.messages import ParkKind, Submit
 
 __all__ = ["Limits", "Scheduler", "SchedulerLoad"]
 
@@ -48,7 +48,7 @@ class Scheduler:
         self.totals = Totals(drafted=[0] * limits.draft_max, accepted=[0] * limits.draft_max)
         self._in_step: dict[str, Row] = {}
         self._epoch = 0
-        self._to_park: dict[str, str] = {}  # id -> kind: to be parked at the next step boundary, needed or not
+        self._to_park: dict[str, ParkKind] = {}  # id -> kind: to be parked at the next step boundary, needed or not
         self.now = 0.0  # of the last event or plan
 
     @property
