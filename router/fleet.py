@@ -210,8 +210,8 @@ class Fleet:
         worker = self.worker_of(request)
         if worker is None or not worker.has_begun(request):
             return False
-        slot = worker.slot_of(request)
-        return request.parked_at is None or (slot is not None and slot.state == "resuming")
+        slot = worker.slot_of(request)  # heard just before the notice of the same change
+        return request.parked_at is None or (slot is not None and slot.state in ("resuming", "running"))
 
     def slot_of(self, request: Request) -> Slot | None:
         """Its line of `slots`, if it has a seat."""

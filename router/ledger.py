@@ -282,18 +282,19 @@ class Ledger:
     def _dispatch(self, now: float) -> None:
         """Hand out the queue, in order, as far as there are seats. Who fits nobody with a seat lets the others pass."""
         takers: list[Worker] = []
-        asked = None
+        rank = None
         for request in self._queue:
             if request.is_paused:
                 continue
-            if asked != (asked := (request.started, request.rank)):
-                takers = self.fleet.takers(request.rank, now)
+            if request.rank != rank:
+                rank = request.rank
+                takers = self.fleet.takers(rank, now)
             if not takers and not request.started:
                 break  # who comes behind it is of no better class
             worker = self.fleet.choose(request, takers)
             if worker is not None:
                 self._submit(worker, request, now)
-                takers = self.fleet.takers(request.rank, now)
+                takers = self.fleet.takers(rank, now)
             elif request.is_suspect:
                 break  # it needs a worker alone; who passed it would keep them all busy
 

@@ -84,9 +84,10 @@ def test_in_its_next_life_it_has_not_begun(scene):
     assert codes(scene) == [(5, "")]
 
 
-def test_one_that_is_coming_back_is_parked_once_it_has_come(scene):
+@pytest.mark.parametrize("state", ["resuming", "running"])
+def test_one_that_is_coming_back_is_parked_once_it_has_come(scene, state):
     scene.worker(W, parked("pressure"))
-    scene.load(slots=[Slot(0, "r", "resuming")])
+    scene.load(slots=[Slot(0, "r", state)])  # running: its notice is on the way
     scene.client(b"cli", Park("r", ask=5))
     scene.worker(W, resumed())
     assert answers(scene) == []
