@@ -145,6 +145,10 @@ class ParkCost:
             return Choice("recompute", "nothing_computed")
         if mode != "auto":
             return Choice(mode, "asked", cells)
+        return self._by_cost(kind, cells, num_blocks)
+
+    def _by_cost(self, kind: ParkKind, cells: int, num_blocks: int) -> Choice:
+        """The rule at the top of this file. What it finds is remembered: the worth of this park, or that one more was dear."""
         nbytes = self.image_bytes(num_blocks)
         missing = self._missing[kind].value
         copy_s = self._copy_s(num_blocks, missing)
@@ -153,17 +157,16 @@ class ParkCost:
             return Choice("save", "unmeasured", cells, nbytes)
         stay_s = self._stay_s(kind)
         fill = self.fill(nbytes)
-        benefit = recompute_s - copy_s
+        benefit, byte_s = recompute_s - copy_s, nbytes * stay_s
+        worth = benefit / byte_s
         price = PRICE * (self._worth.value or 0.0) * min(1.0, max(0.0, (fill - 0.5) / 0.5))
         if benefit <= 0:
             self._save.total *= LESS_DEAR
             self._load.total *= LESS_DEAR
             mode, reason = "recompute", "copy_dearer"
         else:
-            self._worth.add(benefit, nbytes * stay_s)
-            cheap = benefit >= price * nbytes * stay_s
-            mode, reason = ("save", "cheaper") if cheap else ("recompute", "budget_dear")
-        worth = benefit / (nbytes * stay_s)
+            self._worth.add(benefit, byte_s)
+            mode, reason = ("save", "cheaper") if worth >= price else ("recompute", "budget_dear")
         return Choice(mode, reason, cells, nbytes, copy_s, recompute_s, stay_s, fill, worth, price)
 
     def image_bytes(self, num_blocks: int) -> int:
