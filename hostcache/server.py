@@ -122,6 +122,7 @@ class Server:
         for peer in list(self.peers.values()):
             peer.sock.close()
         self.listener.close()
+        signal.set_wakeup_fd(-1)  # a second signal must not write to a socket that is gone
 
     def _stop(self, number: int, _frame: object) -> None:
         self.stopping = True

@@ -16,7 +16,7 @@ import pytest
 
 from gpu_worker.parking import Parking
 from gpu_worker.policy.events import LeaseGranted, Load, Loaded, ReleaseLease, Reserve, Save, Saved
-from hostcache.server import MAX_PEERS
+from hostcache.server import MAX_PEERS, Server, listen, open_arena
 from tests.hostcache.service import HostCache, Pool, ask, new_parking, wait
 from wire import arena
 from wire.codec import pack
@@ -31,6 +31,16 @@ BLOCKS = 12
 def cache(tmp_path):
     with HostCache(tmp_path / "run") as cache:
         yield cache
+
+
+# its own end ----------------------------------------------------------------------------------------------------------
+def test_a_signal_after_its_end_writes_nowhere(tmp_path, monkeypatch):
+    monkeypatch.setattr(signal, "signal", lambda *_: None)  # those of the test stay
+    server = Server(listen(str(tmp_path / "s")), *open_arena(arena.PAGE_BYTES))
+    server.stopping = True
+    server.run()
+    os.close(server.arena_fd)
+    assert signal.set_wakeup_fd(-1) == -1, "the next signal would write to a closed socket, and say so in the log"
 
 
 # SIGKILL of workers ---------------------------------------------------------------------------------------------------
