@@ -42,19 +42,27 @@ class Api:
 
     def get(self, path: str) -> Any:
         """The JSON answer of GET `path`."""
-        return self._request("GET", path).json()
+        return _json(self._request("GET", path))
 
     def post(self, path: str, body: dict[str, Any]) -> Any:
         """The JSON answer of POST `path`."""
-        return self._request("POST", path, body).json()
+        return _json(self._request("POST", path, body))
 
     def metrics(self) -> dict[str, float]:
         """The figures of /metrics, e.g. `parkade_resume_total` or `parkade_kv_cells{state="free"}`."""
-        return figures(self._request("GET", "/metrics").text)
+        response = self._request("GET", "/metrics")
+        try:
+            return figures(response.text)
+        except ValueError:
+            raise ApiError(_strange(response)) from None
 
     def model(self) -> str:
         """The id of the model it serves."""
-        return self.get("/v1/models")["data"][0]["id"]
+        models = self.get("/v1/models")
+        try:
+            return models["data"][0]["id"]
+        except (KeyError, IndexError, TypeError):
+            raise ApiError(f"{self.url} has no model; is that a Parkade server?") from None
 
     async def stream(self, path: str, body: dict[str, Any]) -> AsyncIterator[Chunk | Note]:
         """The events of one streaming request with one choice; leaving the loop hangs up. ApiError if the stream breaks."""
@@ -89,6 +97,8 @@ class Api:
             raise ApiError(f"no server answers at {self.url}; `parkade serve` starts one, --url names another") from None
         except (httpx.InvalidURL, httpx.UnsupportedProtocol) as error:
             raise ApiError(f"--url {self.url}: {error}") from None
+        except UnicodeError as error:  # a host or a key that no header can hold
+            raise ApiError(f"--url or --api-key: {error}") from None
         except httpx.TimeoutException:
             raise ApiError(f"the server at {self.url} does not answer") from None
         except httpx.HTTPError as error:
@@ -128,3 +138,15 @@ def refusal(response: httpx.Response) -> str:
         return f"{response.json()['error']['message']} (HTTP {response.status_code})"
     except (ValueError, KeyError, TypeError):
         return f"{response.url} answered with HTTP {response.status_code}; is that a Parkade server?"
+
+
+def _json(response: httpx.Response) -> Any:
+    """What it holds. ApiError if that is not JSON: somebody else serves there."""
+    try:
+        return response.json()
+    except ValueError:
+        raise ApiError(_strange(response)) from None
+
+
+def _strange(response: httpx.Response) -> str:
+    return f"{response.url} answered with something else; is that a Parkade server?"

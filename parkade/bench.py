@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import shlex
 import time
 from typing import Any
 
@@ -20,11 +19,13 @@ TEXT = (
 )
 
 
-def bench(url: str, api_key: str, serve_flags: str | None, streams: int, prompt_tokens: int, max_tokens: int, rounds: int) -> int:
+def bench(
+    url: str, api_key: str, serve_flags: list[str] | None, streams: int, prompt_tokens: int, max_tokens: int, rounds: int
+) -> int:
     """Run `rounds` rounds and print a line for each; status 1 if a stream failed. With `serve_flags` a server of its own."""
     with contextlib.ExitStack() as stack:
         if serve_flags is not None:
-            url = stack.enter_context(started(shlex.split(serve_flags)))
+            url = stack.enter_context(started(serve_flags))
         api = Api(url, api_key)
         model = api.model()
         prompts = [prompt(api, stream, prompt_tokens) for stream in range(streams)]

@@ -1,15 +1,17 @@
 """The command `parkade`: its subcommands and their options. The options of `serve` are made from wire.config."""
 
 import os
+import shlex
 import sys
 from collections.abc import Callable
 
 import click
 
+from parkade.number import Real
 from parkade.sim_options import own_options, sim_options
 from wire import config as settings
 from wire.config import FIELDS, ConfigError
-from wire.messages import DEFAULT_PARK_S
+from wire.messages import DEFAULT_PARK_S, MAX_PARK_S
 from wire.service import flush_log, open_log
 
 URL = "http://127.0.0.1:8080"
@@ -71,7 +73,7 @@ def client_options(command: Callable) -> Callable:
 @client_options
 @click.option("--system", default="", help="system message")
 @click.option("--max-tokens", type=click.IntRange(1), default=1024, show_default=True, help="tokens of one answer at most")
-@click.option("--temperature", type=click.FloatRange(0, 2), default=0.7, show_default=True)
+@click.option("--temperature", type=Real(0, 2), default=0.7, show_default=True)
 @click.option("--seed", type=int, default=None, help="makes answers repeatable")
 def chat(url: str, api_key: str, **options: object) -> None:
     """Talk to the model in the terminal."""
@@ -91,7 +93,7 @@ def status(url: str, api_key: str) -> None:
 
 @main.command()
 @client_options
-@click.option("--every", "every_s", type=click.FloatRange(0.1), default=0.5, show_default=True, help="seconds between looks")
+@click.option("--every", "every_s", type=Real(0.1, 3600), default=0.5, show_default=True, help="seconds between looks")
 def top(url: str, api_key: str, every_s: float) -> None:
     """Watch a running server: pool, slots, parked streams, budget. Ends with Ctrl-C."""
     from parkade.status import top as run
@@ -102,7 +104,7 @@ def top(url: str, api_key: str, every_s: float) -> None:
 @main.command()
 @client_options
 @click.argument("slot", type=click.IntRange(0))
-@click.option("--deadline-s", type=click.FloatRange(0, min_open=True), default=DEFAULT_PARK_S, show_default=True,
+@click.option("--deadline-s", type=Real(0, MAX_PARK_S, min_open=True), default=DEFAULT_PARK_S, show_default=True,
               help="seconds after which it comes back by itself")  # fmt: skip
 def park(url: str, api_key: str, slot: int, deadline_s: float) -> None:
     """Set the request in SLOT (see `parkade status`) aside, until `parkade resume SLOT` or its deadline."""
@@ -131,13 +133,17 @@ def resume(url: str, api_key: str, slot: int) -> None:
 @click.option("--fit", default=None, metavar="FILE.json", help="instead, fit the simulator's costs to a server of its own")
 def bench(url: str, api_key: str, serve_flags: str | None, fit: str | None, **options: int) -> None:
     """Measure a server: tokens a second, time to the first token, gaps between tokens, parks."""
+    try:
+        flags = None if serve_flags is None else shlex.split(serve_flags)
+    except ValueError as error:
+        raise OneLine(f"--serve {serve_flags!r}: {error}") from None
     if fit is not None:
         from parkade.fit import fit_server
 
-        _run(lambda: fit_server(fit, serve_flags or "", options["rounds"]))
+        _run(lambda: fit_server(fit, flags or [], options["rounds"]))
     from parkade.bench import bench as run
 
-    _run(lambda: run(url, api_key, serve_flags, **options))
+    _run(lambda: run(url, api_key, flags, **options))
 
 
 @main.command()

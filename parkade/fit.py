@@ -8,7 +8,6 @@ import asyncio
 import contextlib
 import os
 import platform
-import shlex
 import tempfile
 from collections import Counter
 from collections.abc import Iterator
@@ -55,15 +54,17 @@ class Fitted(Struct, frozen=True):
     stalls: int  # steps left out because the machine was elsewhere
 
 
-def fit_server(path: str, serve_flags: str, rounds: int) -> int:
+def fit_server(path: str, serve_flags: list[str], rounds: int) -> int:
     """Run a server, measure it, write the model to `path` and print how well it fits. ApiError if something fails."""
     target = Path(path)
     if not target.parent.is_dir():
         raise ApiError(f"--fit {path}: there is no folder {target.parent}")
+    if target.is_dir():
+        raise ApiError(f"--fit {path}: this is a folder")
     console = Console()
     with tempfile.TemporaryDirectory() as folder:
         journal = Path(folder) / "fit.journal"
-        with started([*SERVER, "--journal", str(journal), *shlex.split(serve_flags)]) as url:
+        with started([*SERVER, "--journal", str(journal), *serve_flags]) as url:
             api = Api(url)
             for round_ in range(1, rounds + 1):
                 console.print(f"round {round_} of {rounds}", style="dim")
@@ -73,7 +74,10 @@ def fit_server(path: str, serve_flags: str, rounds: int) -> int:
         except (OSError, JournalError) as error:
             raise ApiError(f"the journal cannot be read: {error}; a server with several workers cannot be fitted") from None
     fitted = fit(found, target.stem, where(found))
-    target.write_bytes(encode(fitted.costs))
+    try:
+        target.write_bytes(encode(fitted.costs))
+    except OSError as error:
+        raise ApiError(f"--fit {path}: {error.strerror}") from None
     _show(console, fitted, target)
     return 0
 

@@ -28,6 +28,7 @@ from wire.config import Config, ConfigError, size_bytes
 
 AUTO_PARK_RAM = 8 << 30  # what `--park-ram auto` is on a machine with 32 GiB or more
 REQUESTS = 300
+MOST_SEEDS = 100_000
 OVERSUBSCRIBED = 1.5  # by the usual mean: what all slots come to in the end, as a share of the pool
 
 
@@ -105,7 +106,7 @@ def simulate(
 
         check_plot(plot)
     numbers = seeds_of(seeds or "1")
-    known = _read(trace) if trace else None
+    known = _read(trace) if trace is not None else None
     if write:
         _write(write, known or made.trace(numbers[0], model, limits_of(configs[0], model)))
 
@@ -169,12 +170,14 @@ def seeds_of(text: str) -> list[int]:
     """`7` is one, `1..60` are sixty. ConfigError for anything else."""
     first, dots, last = text.partition("..")
     try:
-        seeds = list(range(int(first), int(last if dots else first) + 1))
+        seeds = range(int(first), int(last if dots else first) + 1)
     except ValueError:
-        seeds = []
+        seeds = range(0)
     if not seeds:
         raise ConfigError(f"--seeds {text!r} must be a number or a range such as 1..60")
-    return seeds
+    if seeds[-1] - seeds[0] >= MOST_SEEDS:
+        raise ConfigError(f"--seeds {text!r} are more than {MOST_SEEDS}")
+    return list(seeds)
 
 
 def _costs(name: str, free_parks: bool) -> CostModel:

@@ -35,7 +35,10 @@ class Snapshot:
 
 def look(api: Api) -> Snapshot:
     """Ask a server for everything that is shown. ApiError if it does not answer."""
-    return Snapshot(api.url, time.monotonic(), api.get("/props"), api.get("/slots"), api.metrics())
+    props = api.get("/props")
+    if not isinstance(props, dict) or "draining" not in props:
+        raise ApiError(f"what answers at {api.url} is no Parkade server")
+    return Snapshot(api.url, time.monotonic(), props, api.get("/slots"), api.metrics())
 
 
 def status(url: str, api_key: str) -> None:

@@ -146,9 +146,7 @@ def attended(start: int, count: int) -> int:
 
 def load_costs(name: str) -> CostModel:
     """The shipped model of that name (`cpu`, `card`), or the one in a file. CostsError is one line."""
-    path = SHIPPED / f"{name}.json"
-    if "/" in name or not path.is_file():
-        path = Path(name)
+    path = SHIPPED / f"{name}.json" if name in shipped() else Path(name)
     try:
         return msgspec.json.decode(path.read_bytes(), type=CostModel)
     except FileNotFoundError:

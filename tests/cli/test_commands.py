@@ -70,6 +70,41 @@ def test_a_url_that_is_none_is_one_line() -> None:
     assert (result.exit_code, len(result.stderr.splitlines())) == (1, 1)
 
 
+def test_a_key_that_no_header_can_hold_is_one_line() -> None:
+    result = run("status", "--api-key", "schlüssel", "--url", "http://127.0.0.1:1")
+    assert (result.exit_code, len(result.stderr.splitlines())) == (1, 1)
+    assert "--api-key" in result.stderr
+
+
+@pytest.mark.parametrize("body", ["<html>", "{}", "null", '{"data": []}'])
+@pytest.mark.parametrize("command", ["status", "top", "bench", "chat"])
+def test_somebody_elses_server_is_one_line(monkeypatch: pytest.MonkeyPatch, command: str, body: str) -> None:
+    monkeypatch.setattr(
+        httpx, "request", lambda method, url, **_: httpx.Response(200, text=body, request=httpx.Request(method, url))
+    )
+    result = run(command, "--url", "http://127.0.0.1:1")
+    assert (result.exit_code, len(result.stderr.splitlines())) == (1, 1)
+    assert "Parkade server" in result.stderr
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["park", "0", "--deadline-s", "nan"],
+        ["park", "0", "--deadline-s", "inf"],
+        ["top", "--every", "nan"],
+        ["top", "--every", "inf"],
+        ["chat", "--temperature", "nan"],
+        ["sim", "--workload", "uniform", "--load", "nan"],
+        ["sim", "--workload", "uniform", "--rate", "nan"],
+    ],
+)
+def test_what_is_in_no_range_is_refused(arguments: list[str]) -> None:
+    result = run(*arguments)
+    assert result.exit_code == 2
+    assert f"Invalid value for '{arguments[-2]}'" in result.stderr
+
+
 def test_events_of_a_stream() -> None:
     assert parse(": preempted") == Note("preempted")
     assert parse("") is None

@@ -7,10 +7,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from click.testing import CliRunner
 
 from gpu_worker.policy.limits import Limits
 from gpu_worker.policy.recording import Header
 from parkade.api import ApiError
+from parkade.cli import main
 from parkade.fit import fit, non_negative, seconds_of
 from sim.costs import CostModel, Work, attended, load_costs
 from sim.samples import Copied, Samples, Step
@@ -113,3 +115,18 @@ def test_a_folder_that_is_missing_is_one_line(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "parkade", "bench", "--fit", str(tmp_path / "no" / "x.json")]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 1 and done.stderr.startswith("error: --fit ") and done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--fit", "/no/such/f.json"], "--fit /no/such/f.json: there is no folder /no/such"),
+        (["--fit", "/tmp"], "--fit /tmp: this is a folder"),
+        (["--fit", "f.json", "--serve", '--model "bard'], "--serve '--model \"bard': No closing quotation"),
+        (["--serve", '--model "bard'], "--serve '--model \"bard': No closing quotation"),
+    ],
+)
+def test_a_mistake_is_one_line_before_anything_starts(arguments: list[str], words: str) -> None:
+    result = CliRunner().invoke(main, ["bench", *arguments])
+    assert (result.exit_code, result.stdout) == (1, "")
+    assert result.stderr == f"error: {words}\n"
