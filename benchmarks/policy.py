@@ -1,9 +1,9 @@
 """Which policy, which order of coming back: the same traces in the simulator (wide) and on a real server (narrow).
 
-    python -m benchmarks.policy [--seeds 60] [--skip-real] [--out docs]
+    python -m benchmarks.policy [--seeds 60] [--part simulated|real]
 
-Writes `policy.md` (tables), `policy.svg` (plot) and `policy.json` (every mean) into the folder `--out`. The choice of the default
-follows the rule in `chosen`; docs/decisions/ says what was made of it.
+The simulated part writes `policy.md` (tables), `policy.svg` (plot) and `policy.json` (every mean) into the folder `--out`, the
+real one `policy-real.md`. The choice of the default follows the rule in `chosen`; docs/decisions/ says what was made of it.
 """
 
 import gc
@@ -21,7 +21,7 @@ from msgspec import Struct, structs
 from rich.console import Console
 
 from benchmarks.policy_plot import plot
-from benchmarks.policy_real import paragraph, real_tables
+from benchmarks.policy_real import paragraph, real_page
 from sim import workloads
 from sim.costs import load_costs
 from sim.engine import limits_of, simulate
@@ -202,10 +202,20 @@ def summary_table(titles: list[str], both: list[dict[Choice, tuple[float, float]
 @click.command()
 @click.option("--seeds", default=60, show_default=True, help="of the main tables")
 @click.option("--wide-seeds", default=6, show_default=True, help="of each of the others")
-@click.option("--skip-real", is_flag=True, help="do not start servers")
+@click.option("--part", type=click.Choice(["simulated", "real", "both"]), default="both", show_default=True)
+@click.option("--costs", default="cpu", show_default=True, help="of the machine, for the real part: best fitted just before")
 @click.option("--out", type=click.Path(file_okay=False, path_type=Path), default=Path("docs"), show_default=True)
-def main(seeds: int, wide_seeds: int, skip_real: bool, out: Path) -> None:
-    console, began = Console(), time.monotonic()
+def main(seeds: int, wide_seeds: int, part: str, costs: str, out: Path) -> None:
+    console = Console()
+    if part != "simulated":
+        (out / "policy-real.md").write_text("\n".join(real_page(console, load_costs(costs))))
+    if part != "real":
+        simulated(console, seeds, wide_seeds, out)
+
+
+def simulated(console: Console, seeds: int, wide_seeds: int, out: Path) -> None:
+    """Every scene, the page, the data and the plot."""
+    began = time.monotonic()
     main_scenes = [Scene(shape) for shape in workloads.NAMES]
     titles, both, picks, data = ["2k cells, 8 slots, 2 times"], [], [], {}
     with multiprocessing.get_context("spawn").Pool(os.cpu_count(), initializer=gc.disable) as pool:
@@ -225,7 +235,6 @@ def main(seeds: int, wide_seeds: int, skip_real: bool, out: Path) -> None:
             scene.workload: {choice.name: structs.asdict(m) for choice, m in by.items()} for scene, by in table.items()
         }
     sim_s = time.monotonic() - began
-    real = [] if skip_real else real_tables(console)
     page = [
         "# Policies compared",
         "",
@@ -243,7 +252,6 @@ def main(seeds: int, wide_seeds: int, skip_real: bool, out: Path) -> None:
         *summary_table(titles, both, picks),
         "![makespan and longest wait](policy.svg)",
         "",
-        *real,
         "## Pool of 2,048 cells, 8 slots, 2 times oversubscribed, costs of the CPU",
         "",
         *paragraph("""

@@ -11,136 +11,148 @@ from rich.console import Console
 
 from benchmarks.played import Played, play
 from benchmarks.server import free_port, parkade_command, server
+from parkade.fit import Fitted, fit, where
 from sim import workloads
-from sim.costs import CostModel, load_costs
+from sim.costs import CostModel
 from sim.engine import limits_of, simulate
 from sim.figures import Figures
+from sim.samples import Samples, samples
 
 SLOTS = 8
 CTX = 2048
 OVER = 2.0  # what eight requests need in the end, in pools
 ROOMY = 8192  # cells: nobody is ever parked
 POLICIES = ("watermark", "lookahead", "ondemand")
-BUDGETS = (("saved", "8GiB", 1 << 33), ("recomputed", "0", 0))
+BUDGETS = (("8GiB", 1 << 33), ("0", 0))
 Trace = list[workloads.Request]
 
 
-class Pair(Struct, frozen=True):
-    """One configuration, played and simulated."""
+class Run(Struct, frozen=True):
+    """One configuration of the server, and how each trace went on it. `nbytes` is `park_ram` for the simulator."""
 
-    name: str
-    real: Played
-    sim: Figures
+    policy: str
+    park_ram: str
+    nbytes: int
+    ctx: int
+    traces: list[Trace]
+    played: list[Played]
+    measured: Samples
 
+    @property
+    def name(self) -> str:
+        return f"{self.policy}, {'saved' if self.nbytes else 'recomputed'}"
 
-def real_tables(console: Console, costs: CostModel | None = None, rounds: int = 3) -> list[str]:
-    """Two tables as lines of Markdown: how far off the simulator is, and what parks cost."""
-    costs = costs or load_costs("cpu")
-    with tempfile.TemporaryDirectory(prefix="parkade-policy-") as folder:
-        return [*truth(console, costs, Path(folder)), *throughput(console, costs, Path(folder), rounds)]
-
-
-def truth(console: Console, costs: CostModel, folder: Path) -> list[str]:
-    """The same trace on a server and in the simulator, under each policy."""
-    limits = limits_of(costs, ctx=CTX, slots=SLOTS)
-    trace = workloads.make("measured", requests=60, seed=1, mean_cells=int(OVER * CTX / SLOTS), most_cells=CTX)
-    trace = workloads.at_rate(
-        workloads.make("measured", requests=60, seed=1, mean_cells=int(OVER * CTX / SLOTS), most_cells=CTX, rate=1.0),
-        workloads.rate_of_load(1.2, trace, costs, limits),
-    )
-    pairs = []
-    for policy in POLICIES:
-        for name, park_ram, nbytes in BUDGETS:
-            pairs.append(pair(f"{policy}, {name}", [trace], costs, folder, policy, park_ram, nbytes, CTX)[0])
-            console.print(
-                f"{pairs[-1].name}: {pairs[-1].real.tokens_per_s:.0f} tok/s, simulated {pairs[-1].sim.tokens_per_s:.0f}"
-            )
-    errors = [abs(p.sim.tokens_per_s / p.real.tokens_per_s - 1) for p in pairs]
-    lines = [
-        "## Does the simulator tell the truth?",
-        "",
-        *paragraph(f"""
-            60 requests of the shape `measured` on a real server (SmolLM2, {CTX} cells, {SLOTS} slots), and in the simulator
-            with the costs `{costs.name}` ({costs.where}). Throughput is off by {_mean(errors):.1%} on average, by
-            {max(errors):.1%} at most."""),
-        "| real / simulated | tok/s | error | parks | recomputed | longest wait s | p99 TTFT s | p99 gap ms |",
-        "|---|---|---|---|---|---|---|---|",
-    ]
-    for p in pairs:
-        real, sim = p.real, p.sim
-        lines.append(
-            f"| {p.name} | {real.tokens_per_s:.0f} / {sim.tokens_per_s:.0f} | {sim.tokens_per_s / real.tokens_per_s - 1:+.1%} | "
-            f"{real.parks} / {sim.all_parks} | {real.tokens_recomputed:,} / {sim.tokens_recomputed:,} | "
-            f"{real.longest_wait_s:.2f} / {sim.longest_wait_s:.2f} | {real.ttft_p99_s:.1f} / {sim.ttft_p99_s:.1f} | "
-            f"{1000 * real.p99_gap_s:.0f} / {1000 * sim.p99_gap_s:.0f} |"
-        )
-    return [*lines, ""]
+    def simulated(self, costs: CostModel) -> list[Figures]:
+        """The same traces in the simulator."""
+        mode = "save" if self.nbytes else "recompute"
+        limits = limits_of(costs, ctx=self.ctx, slots=SLOTS, policy=self.policy, resume_order="head", park_mode=mode)
+        return [simulate(trace, limits, costs, self.nbytes) for trace in self.traces]
 
 
-def throughput(console: Console, costs: CostModel, folder: Path, rounds: int) -> list[str]:
-    """What is left of the throughput when parks cost what they cost."""
-    traces = [
-        workloads.make("uniform", requests=32, seed=seed, mean_cells=int(OVER * CTX / SLOTS), most_cells=CTX // 2)
-        for seed in range(1, rounds + 1)
-    ]
-    free = {policy: [simulated(trace, costs.with_free_parks(), policy, 1 << 33, CTX) for trace in traces] for policy in POLICIES}
-    roomy = pair("a pool that holds everything", traces, costs, folder, "watermark", "8GiB", 1 << 33, ROOMY)
-    assert all(p.real.parks == 0 for p in roomy), "the roomy pool is not roomy"
-    bound = [max(of[i].tokens_per_s for of in free.values()) / p.sim.tokens_per_s for i, p in enumerate(roomy)]
-    lines = [
-        "## What parks cost",
-        "",
-        *paragraph(f"""
-            32 requests of the shape `uniform`, all at once, {SLOTS} slots, {CTX} cells: {OVER:g} times oversubscribed;
-            {rounds} rounds, each another trace. *Of free parks*: of what the simulator gives for the same pool and policy
-            when copies take no time and all are saved. *Of a roomy pool*: of a real run with {ROOMY} cells. A smaller pool
-            runs fewer rows at once, which alone bounds that ratio to {_spread(bound)}: free parks here over the roomy pool,
-            both simulated."""),
-        "| | tok/s | of free parks | of a roomy pool | parks | recomputed |",
-        "|---|---|---|---|---|---|",
-        f"| roomy pool | {_spread([p.real.tokens_per_s for p in roomy], 0)} | | 1 | 0 | 0 |",
-    ]
-    for policy in POLICIES:
-        for name, park_ram, nbytes in BUDGETS:
-            pairs = pair(f"{policy}, {name}", traces, costs, folder, policy, park_ram, nbytes, CTX)
-            speeds = [p.real.tokens_per_s for p in pairs]
-            of_free = [speed / figures.tokens_per_s for speed, figures in zip(speeds, free[policy])]
-            of_roomy = [speed / p.real.tokens_per_s for speed, p in zip(speeds, roomy)]
-            lines.append(
-                f"| {policy}, {name} | {_spread(speeds, 0)} | {_spread(of_free)} | {_spread(of_roomy)} | "
-                f"{_mean(p.real.parks for p in pairs):.0f} | {_mean(p.real.tokens_recomputed for p in pairs):,.0f} |"
-            )
-            console.print(lines[-1])
-    return [*lines, ""]
-
-
-def pair(
-    name: str, traces: Iterable[Trace], costs: CostModel, folder: Path, policy: str, park_ram: str, nbytes: int, ctx: int
-) -> list[Pair]:
-    """Each trace on one server, and simulated. `park_ram` is the server's flag, `nbytes` the same for the simulator."""
-    port, run_dir = free_port(), folder / f"{policy}-{park_ram}-{ctx}"
+def run(console: Console, folder: Path, policy: str, park_ram: str, nbytes: int, ctx: int, traces: list[Trace]) -> Run:
+    """Play the traces, one after another, on a server of its own that keeps a journal."""
+    port, run_dir, journal = free_port(), folder / f"{policy}-{park_ram}-{ctx}", folder / f"{policy}-{park_ram}-{ctx}.journal"
     settings = {
         "ctx": ctx,
         "slots": SLOTS,
         "policy": policy,
         "park_ram": park_ram,
+        "resume_order": "head",
         "max_park_s": 0,
         "draft": 0,
-        "resume_order": "head",
     }
-    found = []
-    with server(parkade_command(port, run_dir, **settings), port, folder / "server.log"):
-        for trace in traces:
-            real = play(f"ipc://{run_dir}/client.sock", trace)
-            assert not real.errors, f"{name}: {real.errors}"
-            found.append(Pair(name, real, simulated(trace, costs, policy, nbytes, ctx)))
+    with server(parkade_command(port, run_dir, **settings, journal=journal), port, folder / "server.log"):
+        played = [play(f"ipc://{run_dir}/client.sock", trace) for trace in traces]
+    for one in played:
+        assert not one.errors, f"{policy} {park_ram}: {one.errors}"
+    found = Run(policy, park_ram, nbytes, ctx, traces, played, samples(journal))
+    console.print(f"{found.name}: {_spread([one.tokens_per_s for one in played], 0)} tok/s")
+    journal.unlink()
     return found
 
 
-def simulated(trace: Trace, costs: CostModel, policy: str, park_ram: int, ctx: int) -> Figures:
-    mode = "save" if park_ram else "recompute"
-    limits = limits_of(costs, ctx=ctx, slots=SLOTS, policy=policy, resume_order="head", park_mode=mode)
-    return simulate(trace, limits, costs, park_ram)
+def costs_of(runs: list[Run]) -> Fitted:
+    """Costs fitted to the steps and copies of these runs together, so that the machine's mood is in both halves alike."""
+    everything = runs[0].measured
+    for other in runs[1:]:
+        everything.steps += other.measured.steps
+        everything.saves += other.measured.saves
+        everything.loads += other.measured.loads
+    return fit(everything, "of these runs", where(everything))
+
+
+def real_page(console: Console, costs: CostModel, rounds: int = 3) -> list[str]:
+    """Two tables as lines of Markdown: how far off the simulator is, what parks cost. `costs` only set the rate of arrivals."""
+    head = ["# Policies on a real server", "", "Written by `python -m benchmarks.policy --part real`.", ""]
+    with tempfile.TemporaryDirectory(prefix="parkade-policy-") as folder:
+        return [*head, *truth(console, costs, Path(folder)), *throughput(console, Path(folder), rounds)]
+
+
+def truth(console: Console, costs: CostModel, folder: Path) -> list[str]:
+    """The same trace on a server and in the simulator, under each policy."""
+    trace = workloads.make("measured", requests=40, seed=1, mean_cells=int(OVER * CTX / SLOTS), most_cells=CTX, rate=1.0)
+    trace = workloads.at_rate(trace, workloads.rate_of_load(1.2, trace, costs, limits_of(costs, ctx=CTX, slots=SLOTS)))
+    runs = [run(console, folder, policy, *budget, CTX, [trace]) for policy in POLICIES for budget in BUDGETS]
+    fitted = costs_of(runs)
+    pairs = [(one.name, one.played[0], one.simulated(fitted.costs)[0]) for one in runs]
+    errors = [abs(sim.tokens_per_s / real.tokens_per_s - 1) for _, real, sim in pairs]
+    lines = [
+        "## Does the simulator tell the truth?",
+        "",
+        *paragraph(f"""
+            40 requests of the shape `measured` on a real server (SmolLM2, {CTX} cells, {SLOTS} slots), and in the simulator
+            with costs fitted to the steps and copies of these six runs ({fitted.costs.where}; {fitted.costs.error}).
+            Throughput is off by {_mean(errors):.1%} on average, by {max(errors):.1%} at most."""),
+        "| real / simulated | tok/s | error | parks | recomputed | longest wait s | p99 TTFT s | p99 gap ms |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for name, real, sim in pairs:
+        lines.append(
+            f"| {name} | {real.tokens_per_s:.0f} / {sim.tokens_per_s:.0f} | {sim.tokens_per_s / real.tokens_per_s - 1:+.1%} | "
+            f"{real.parks} / {sim.all_parks} | {real.tokens_recomputed:,} / {sim.tokens_recomputed:,} | "
+            f"{real.longest_wait_s:.2f} / {sim.longest_wait_s:.2f} | {real.ttft_p99_s:.1f} / {sim.ttft_p99_s:.1f} | "
+            f"{1000 * real.p99_gap_s:.0f} / {1000 * sim.p99_gap_s:.0f} |"
+        )
+        console.print(lines[-1])
+    return [*lines, ""]
+
+
+def throughput(console: Console, folder: Path, rounds: int) -> list[str]:
+    """What is left of the throughput when parks cost what they cost."""
+    mean = int(OVER * CTX / SLOTS)
+    traces = [
+        workloads.make("uniform", requests=24, seed=seed, mean_cells=mean, most_cells=CTX // 2) for seed in range(1, rounds + 1)
+    ]
+    roomy = run(console, folder, "watermark", "8GiB", 1 << 33, ROOMY, traces)
+    assert not any(played.parks for played in roomy.played), "the roomy pool is not roomy"
+    runs = [run(console, folder, policy, *budget, CTX, traces) for policy in ("watermark", "ondemand") for budget in BUDGETS]
+    fitted = costs_of([roomy, *runs])
+    free = {one.policy: one.simulated(fitted.costs.with_free_parks()) for one in runs if one.nbytes}
+    roomy_free = roomy.simulated(fitted.costs)
+    bound = [max(of[i].tokens_per_s for of in free.values()) / roomy_free[i].tokens_per_s for i in range(rounds)]
+    lines = [
+        "## What parks cost",
+        "",
+        *paragraph(f"""
+            24 requests of the shape `uniform`, all at once, {SLOTS} slots, {CTX} cells: {OVER:g} times oversubscribed;
+            {rounds} rounds, each another trace. *Of free parks*: of what the simulator gives for the same pool and policy
+            when copies take no time and all are saved, with costs fitted to these runs ({fitted.costs.error}). *Of a roomy
+            pool*: of a real run with {ROOMY} cells. A smaller pool runs fewer rows at once, which alone bounds that ratio
+            to {_spread(bound)}: free parks here over the roomy pool, both simulated."""),
+        "| | tok/s | of free parks | of a roomy pool | parks | recomputed |",
+        "|---|---|---|---|---|---|",
+    ]
+    for one in (roomy, *runs):
+        speeds = [played.tokens_per_s for played in one.played]
+        of_roomy = [speed / played.tokens_per_s for speed, played in zip(speeds, roomy.played)]
+        ideal = roomy_free if one is roomy else free[one.policy]
+        of_free = [speed / figures.tokens_per_s for speed, figures in zip(speeds, ideal)]
+        name = "roomy pool" if one is roomy else one.name
+        parks, recomputed = _mean(p.parks for p in one.played), _mean(p.tokens_recomputed for p in one.played)
+        ratios = f"{_spread(of_free)} | {_spread(of_roomy)}"
+        lines.append(f"| {name} | {_spread(speeds, 0)} | {ratios} | {parks:.0f} | {recomputed:,.0f} |")
+        console.print(lines[-1])
+    return [*lines, ""]
 
 
 def paragraph(text: str) -> list[str]:
