@@ -1,6 +1,7 @@
 """Starts a server for a benchmark and stops it again."""
 
 import contextlib
+import os
 import socket
 import subprocess
 import sys
@@ -10,6 +11,8 @@ from pathlib import Path
 
 import click
 import httpx
+
+from parkade.supervisor import die_with
 
 START_TIMEOUT_S = 90
 
@@ -33,7 +36,7 @@ def server(command: list[str], port: int, log: Path) -> Iterator[str]:
     """Run a server until the block ends; its base URL once /health says 200."""
     url = f"http://127.0.0.1:{port}"
     with log.open("w") as out:
-        process = subprocess.Popen(command, stdout=out, stderr=out)
+        process = subprocess.Popen(command, stdout=out, stderr=out, preexec_fn=die_with(os.getpid()))
     try:
         deadline = time.monotonic() + START_TIMEOUT_S
         while not _healthy(url):
