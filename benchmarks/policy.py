@@ -163,6 +163,10 @@ def chosen(scenes: Iterable[dict[Choice, Means]]) -> tuple[Choice, dict[Choice, 
     return min(near, key=lambda choice: both[choice][1]), both
 
 
+def _rounded(means: Means) -> dict[str, float]:
+    return {name: float(f"{value:.4g}") for name, value in structs.asdict(means).items()}
+
+
 def _geometric(values: Iterable[float]) -> float:
     logs = [log(value) for value in values]
     return exp(sum(logs) / len(logs))
@@ -232,7 +236,7 @@ def simulated(console: Console, seeds: int, wide_seeds: int, out: Path) -> None:
         picks.append(pick)
         both.append(ratios)
         data[title] = {
-            scene.workload: {choice.name: structs.asdict(m) for choice, m in by.items()} for scene, by in table.items()
+            scene.workload: {choice.name: _rounded(m) for choice, m in by.items()} for scene, by in table.items()
         }
     sim_s = time.monotonic() - began
     page = [

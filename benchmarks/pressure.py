@@ -159,7 +159,7 @@ def _list(text: str) -> list[str]:
 @click.command(
     help="Four chats that fit alone but not together: who is whole, equal to the solo run, and how fast. See the file."
 )
-@click.option("--policy", default="watermark", show_default=True, help="a comma list")
+@click.option("--policy", default="ondemand", show_default=True, help="a comma list")
 @click.option("--over", default="2", show_default=True, help="how many times the pool is oversubscribed; a comma list")
 @click.option("--park-ram", default="8GiB,16MiB,0", show_default=True, help="a comma list")
 @click.option("--park-mode", default="save", show_default=True, help="a comma list")

@@ -29,7 +29,7 @@ class Config(Struct, frozen=True, forbid_unknown_fields=True):
     policy: Annotated[
         Literal["watermark", "lookahead", "ondemand", "off"],
         Meta(description="when to park: above --high, --lookahead-steps before it would not fit, when it does not fit, never"),
-    ] = "watermark"
+    ] = "ondemand"
     high: Annotated[int, Meta(ge=1, le=100, description="percent of the pool at which parking starts")] = 94
     low: Annotated[int, Meta(ge=1, le=100, description="percent of the pool below which parked sequences resume")] = 80
     lookahead_steps: Annotated[int, Meta(ge=1, le=4096, description="decode steps that must fit (--policy lookahead)")] = 8
@@ -40,9 +40,7 @@ class Config(Struct, frozen=True, forbid_unknown_fields=True):
         Meta(description="save parked cells while the budget allows, compute them again, or what is cheaper as measured"),
     ] = "save"
     park_ram: Annotated[str, Meta(description="RAM for parked cells (0: recompute; auto: 8GiB or memory/4)")] = "auto"
-    resume_order: Annotated[Literal["most-parked", "head"], Meta(description="who resumes first (head: by park time)")] = (
-        "most-parked"
-    )
+    resume_order: Annotated[Literal["most-parked", "head"], Meta(description="who resumes first (head: by park time)")] = "head"
     park_every: Annotated[int, Meta(ge=0, description="park every sequence at each N generated tokens (for tests; 0: never)")] = 0
     no_reuse: Annotated[bool, Meta(description="never find computed blocks again by the hash of their tokens")] = False
     exact: Annotated[Literal["on", "off"], Meta(description="streams equal their solo run byte for byte")] = "on"

@@ -13,12 +13,12 @@ class Limits(Struct, frozen=True, kw_only=True):
     slots: int  # sequences that may run at once
     max_context: int  # most cells that one sequence may use
     step_tokens: int = 256  # what one step may feed
-    policy: Literal["watermark", "lookahead", "ondemand", "off"] = "watermark"
+    policy: Literal["watermark", "lookahead", "ondemand", "off"] = "ondemand"
     high: int = 94  # percent, as `low`
     low: int = 80
     lookahead_steps: int = 8
     protect_after: int = 3  # pressure parks, after which one is passed over while another candidate exists
-    resume_order: Literal["most-parked", "head"] = "most-parked"
+    resume_order: Literal["most-parked", "head"] = "head"
     max_park_s: float = 0.0  # who waits so long to come back comes back first; 0: nobody
     park_mode: Literal["save", "recompute", "auto"] = "save"  # recompute never asks for a lease, auto compares what both cost
     block_bytes: int = 0  # of a block in an image; as `state_bytes`, of its state, for what a copy costs

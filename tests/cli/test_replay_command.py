@@ -13,7 +13,7 @@ from parkade.replay import replay_journal
 from wire.config import ConfigError
 from wire.messages import Generate, Submit
 
-LIMITS = Limits(num_blocks=10, block_size=4, slots=3, max_context=40, park_mode="recompute")
+LIMITS = Limits(num_blocks=10, block_size=4, slots=3, max_context=40, policy="watermark", park_mode="recompute")
 
 
 @pytest.fixture

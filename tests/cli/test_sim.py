@@ -88,9 +88,9 @@ def test_classes_are_told_apart() -> None:
 
 
 def test_reasons_of_parks_are_told() -> None:
-    assert "parks: save asked" in run(*SMALL, "--load", "3").output
-    assert "parks: recompute denied_full" in run(*SMALL, "--load", "3", "--park-ram", "4096").output
-    assert "parks: recompute asked" in run(*SMALL, "--load", "3", "--park-ram", "0").output
+    assert "parks: save asked" in run(*SMALL, "--load", "3", "--policy", "watermark").output
+    assert "parks: recompute denied_full" in run(*SMALL, "--load", "3", "--policy", "watermark", "--park-ram", "4096").output
+    assert "parks: recompute asked" in run(*SMALL, "--load", "3", "--policy", "watermark", "--park-ram", "0").output
 
 
 def test_free_parks_and_files_of_costs(tmp_path: Path) -> None:
@@ -123,6 +123,7 @@ def test_a_plot_is_drawn(tmp_path: Path, suffix: str) -> None:
         ([*SMALL, "--park-ram", "much"], "--park-ram 'much'"),
         ([*SMALL, "--seeds", "5..2"], "--seeds '5..2'"),
         ([*SMALL, "--seeds", "1..999999999999"], "--seeds '1..999999999999' are more than 100000"),
+        ([*SMALL, "--ctx", "2147483648"], "--ctx 2147483648 is more than 4194304 blocks of 16 cells"),
         ([*SMALL, "--priorities", "0,x"], "--priorities '0,x'"),
         ([*SMALL, "--mean-cells", "500"], "--mean-cells 500 must be at most 384"),
         ([*SMALL, "--rate", "1", "--load", "1"], "--rate and --load exclude each other"),

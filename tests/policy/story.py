@@ -22,7 +22,8 @@ class Story:
 
     def __init__(self, saves: str = "granted", **limits) -> None:
         pool = {"num_blocks": 20, "block_size": 4, "slots": 4, "max_context": 1000}
-        defaults = {**pool, "step_tokens": 64, "high": 90, "low": 60, "draft_cost": (0,)}
+        defaults = {**pool, "step_tokens": 64, "draft_cost": (0,)}
+        defaults |= {"policy": "watermark", "high": 90, "low": 60, "resume_order": "most-parked"}
         self.scheduler = Scheduler(Limits(**{**defaults, **limits}))
         self.watch = Watch(self.scheduler)
         self.saves = saves

@@ -2,6 +2,7 @@
 
 import random
 import re
+import tracemalloc
 from pathlib import Path
 
 import pytest
@@ -138,7 +139,9 @@ def test_the_traces_of_the_property_test_meet_pressure():
     seen = []
     for seed in range(12):
         rng = random.Random(seed)
-        figures = simulate(drawn_trace(rng, 240), limits_of(COSTS, ctx=240, slots=8), COSTS, rng.choice([40, 10_000]) * PAGE)
+        figures = simulate(
+            drawn_trace(rng, 240), limits_of(COSTS, ctx=240, slots=8, policy="watermark"), COSTS, rng.choice([40, 10_000]) * PAGE
+        )
         seen.append(figures)
     assert sum(figures.all_parks for figures in seen) > 20
     assert sum(figures.denials for figures in seen) > 0
@@ -180,7 +183,7 @@ def test_who_comes_after_another_finds_its_text():
 def test_a_park_is_counted_with_its_bytes_and_its_wait():
     """Two that do not fit together: the newer one is parked, saved, loaded again; its wait lasts until it runs."""
     costs = replace(COSTS, copy_overlaps=False)
-    limits = limits_of(costs, ctx=100, slots=2, reuse=False)
+    limits = limits_of(costs, ctx=100, slots=2, policy="watermark", reuse=False)
     trace = [Request("old", 20, 50), Request("new", 20, 50)]
     ends: dict[str, End] = {}
     figures = simulate(trace, limits, costs, 1 << 30, on_end=lambda end: ends.setdefault(end.request_id, end))
@@ -195,7 +198,7 @@ def test_a_park_is_counted_with_its_bytes_and_its_wait():
 
 
 def test_without_a_budget_a_park_is_denied_and_recomputed():
-    limits = limits_of(COSTS, ctx=100, slots=2, reuse=False)
+    limits = limits_of(COSTS, ctx=100, slots=2, policy="watermark", reuse=False)
     figures = simulate([Request("old", 20, 50), Request("new", 20, 50)], limits, COSTS, 0)
     assert (figures.denials, figures.bytes_saved) == (1, 0)
     assert figures.tokens_recomputed > 20
@@ -226,6 +229,15 @@ def test_a_prompt_that_never_fits_is_refused_and_one_that_outgrows_the_pool_is_c
     assert figures.output_tokens == 50
 
 
+def test_a_prompt_that_never_fits_takes_no_room_however_long_it_is():
+    tracemalloc.start()
+    figures = simulate([Request("long", 1 << 27, 1)], limits_of(COSTS, ctx=64, slots=1), COSTS, 0)
+    _, most_bytes = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert figures.errors == {"context_length_exceeded": 1}
+    assert most_bytes < 1 << 20
+
+
 def test_classes_are_counted_apart():
     trace = [Request(f"low{number}", 30, 60, priority=5) for number in range(4)]
     trace.append(Request("top", 30, 60, arrival_s=0.5, priority=0))
@@ -240,7 +252,7 @@ def test_copies_take_their_time(overlaps):
     """On the CPU the loop stands still for them, on a card it does not."""
     costs = replace(COSTS, copy_overlaps=overlaps)
     trace = [Request("old", 20, 150), Request("new", 20, 150)]
-    limits = limits_of(costs, ctx=200, slots=2, reuse=False)
+    limits = limits_of(costs, ctx=200, slots=2, policy="watermark", reuse=False)
     slow = simulate(trace, limits, costs, 1 << 30)
     free = simulate(trace, limits, costs.with_free_parks(), 1 << 30)
     copied_s = slow.bytes_saved / costs.save_bytes_per_s + slow.bytes_loaded / costs.load_bytes_per_s
