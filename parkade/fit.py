@@ -23,7 +23,7 @@ from parkade.api import Api, ApiError
 from parkade.bench import percentile, prompt
 from parkade.local import started
 from parkade.streams import Followed, follow
-from sim.costs import CostModel, Work, encode
+from sim.costs import LEAST_STEP_S, CostModel, Work, encode
 from sim.samples import JournalError, Samples, Step, samples
 
 SERVER = ("--draft", "0", "--no-reuse", "--park-every", "100")  # flags of --serve come later and win
@@ -187,6 +187,7 @@ def _solve(steps: list[Step], expected: list[float]) -> tuple[tuple[tuple[int, f
     matrix = np.stack([column * weights / norm for column, norm in zip(columns, scale)], axis=1)
     found = non_negative(matrix, seconds * weights) / scale
     base, slopes, rest = found[0], found[1 : len(knots)], found[len(knots) :]
+    base = max(base, LEAST_STEP_S)  # a decode may be all that its sequence costs; the model wants a step to take some time
     values = [base, *(base + np.cumsum(slopes * np.diff(knots)))]
     return tuple((int(knot), float(value)) for knot, value in zip(knots, values)), tuple(map(float, rest))
 

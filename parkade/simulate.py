@@ -29,6 +29,7 @@ from wire.config import Config, ConfigError, size_bytes
 AUTO_PARK_RAM = 8 << 30  # what `--park-ram auto` is on a machine with 32 GiB or more
 REQUESTS = 300
 MOST_SEEDS = 100_000
+MOST_BLOCKS = 1 << 22  # of the pool: each is an object of this process
 OVERSUBSCRIBED = 1.5  # by the usual mean: what all slots come to in the end, as a share of the pool
 
 
@@ -143,6 +144,8 @@ def limits_of(config: Config, costs: CostModel) -> Limits:
     """Limits as the worker of `parkade serve` has them. ConfigError if nothing could run."""
     if config.ctx < costs.block_size:
         raise ConfigError(f"--ctx {config.ctx} is less than a block of {costs.block_size} cells")
+    if config.ctx // costs.block_size > MOST_BLOCKS:
+        raise ConfigError(f"--ctx {config.ctx} is more than {MOST_BLOCKS} blocks of {costs.block_size} cells")
     reuse = {"reuse": False} if config.no_reuse else {}
     return engine.limits_of(
         costs,

@@ -20,6 +20,7 @@ from gpu_worker.policy.events import Row
 from gpu_worker.policy.recording import RowSummary
 
 PAGE_BYTES = 4096
+LEAST_STEP_S = 1e-6  # or virtual time would stand still
 SHIPPED = Path(__file__).parent / "costs"
 
 
@@ -56,6 +57,8 @@ class CostModel(Struct, frozen=True, forbid_unknown_fields=True):
         numbers = [self.sequence_s, self.decode_cell_s, self.prefill_cell_s, self.save_bytes_per_s, self.load_bytes_per_s]
         if min(*numbers, *(seconds for _, seconds in self.rows_s)) < 0:
             raise ValueError("seconds and bytes a second must not be negative")
+        if min(self.step_s(1, 0, 1, 0), self.step_s(0, 1, 0, 1)) < LEAST_STEP_S:
+            raise ValueError(f"a step of one token must take at least {LEAST_STEP_S:g} s")
         if self.cell_bytes < 1 or self.block_size < 1 or self.state_bytes < 0:
             raise ValueError("cell_bytes and block_size must be at least 1, state_bytes not negative")
 

@@ -208,7 +208,7 @@ class Engine:
         prompt: list[int] = []
         for marker, length in live.text:
             prompt.append(marker)
-            prompt += [0] * (length - 1)
+            prompt += [0] * min(length - 1, self.limits.sequence_cells)  # a longer one is refused, however long it is
         generate = Generate(
             request.id, prompt, request.output_tokens, sampling=_GREEDY, ignore_eos=True, priority=request.priority
         )

@@ -96,6 +96,7 @@ def test_somebody_elses_server_is_one_line(monkeypatch: pytest.MonkeyPatch, comm
         ["top", "--every", "inf"],
         ["chat", "--temperature", "nan"],
         ["sim", "--workload", "uniform", "--load", "nan"],
+        ["sim", "--workload", "uniform", "--load", "1e-300"],
         ["sim", "--workload", "uniform", "--rate", "nan"],
     ],
 )

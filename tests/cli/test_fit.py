@@ -130,3 +130,9 @@ def test_a_mistake_is_one_line_before_anything_starts(arguments: list[str], word
     result = CliRunner().invoke(main, ["bench", *arguments])
     assert (result.exit_code, result.stdout) == (1, "")
     assert result.stderr == f"error: {words}\n"
+
+
+def test_steps_that_cost_nothing_but_their_sequences_are_fitted_too() -> None:
+    steps = [Step(Work(decodes=count, decode_cells=0), 0.001 * count) for count in (1, 2, 4, 8) for _ in range(50)]
+    costs = fit(Samples(HEADER, steps), "x", "here").costs
+    assert [seconds_of(costs, Work(decodes=count)) for count in (1, 8)] == pytest.approx([0.001, 0.008], rel=0.01)

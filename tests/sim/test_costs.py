@@ -85,6 +85,7 @@ def test_shipped_models_load() -> None:
         ('{"name":"x","where":"","cell_bytes":1,"rows_s":[]}', "rows_s"),
         ('{"name":"x","where":"","cell_bytes":1,"rows_s":[[2,1.0],[1,1.0]]}', "rows_s"),
         ('{"name":"x","where":"","cell_bytes":1,"rows_s":[[1,-1.0]]}', "negative"),
+        ('{"name":"x","where":"","cell_bytes":1,"rows_s":[[1,0.0]],"sequence_s":1}', "at least 1e-06 s"),
         ('{"name":"x","where":"","cell_bytes":0,"rows_s":[[1,1.0]]}', "cell_bytes"),
         ('{"name":"x","where":"","cell_bytes":1,"rows_s":[[1,1.0]],"speed":1}', "speed"),
     ],
