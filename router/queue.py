@@ -26,8 +26,9 @@ class Queue:
         return iter(self._requests[:])
 
     def has_before(self, priority: int) -> bool:
-        """Whether anybody in it comes before a new request of this class."""
-        return bool(self._requests) and _order(self._requests[0])[:2] <= (True, priority)
+        """Whether anybody in it comes before a new request of this class. Who is set aside lets everybody pass."""
+        first = next((request for request in self._requests if not request.is_paused), None)
+        return first is not None and _order(first)[:2] <= (True, priority)
 
     def add(self, request: Request) -> None:
         insort(self._requests, request, key=_order)

@@ -284,6 +284,19 @@ def test_one_set_aside_takes_no_seat_wherever_it_is():
     assert scene.submitted_ids() == ["next"]
 
 
+def test_one_set_aside_in_the_queue_lets_the_others_pass_though_nobody_may_wait():
+    scene = Scene(max_queued=0)
+    scene.hello()
+    scene.ask("r")
+    scene.client(b"cli", Park("r"))
+    scene.lose_worker()
+    scene.hello(NEXT)
+    scene.ask("new")
+    assert scene.submitted_ids(NEXT) == ["new"]
+    scene.client(b"cli", Resume("r"))
+    assert scene.submitted_ids(NEXT) == ["r"]
+
+
 def test_slots_show_the_hold_before_the_worker_does(scene):
     scene.load(slots=[Slot(0, "r", "parked", priority=3)])
     scene.worker(W, parked("pressure"))
