@@ -1,5 +1,6 @@
 """The plot of `benchmarks.policy`: makespan and longest wait of every choice, one group of bars a scene."""
 
+import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +25,10 @@ def plot(titles: list[str], both: list[dict[Any, tuple[float, float]]], names: l
             axis.bar(places, heights, width, label=name, color=color, hatch=hatch, edgecolor="white", linewidth=0.3)
         axis.set_ylabel(label)
         axis.grid(axis="y", alpha=0.3)
-    axes[0].legend(ncols=4, fontsize=8)
+    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside upper center", ncols=4, fontsize=8)
     axes[1].set_yscale("log")
-    axes[1].set_xticks(range(len(titles)), [title.replace(", ", ",\n") for title in titles], fontsize=8)
+    axes[1].yaxis.set_major_formatter("{x:g}")
+    axes[1].yaxis.set_minor_formatter("{x:g}")
+    axes[1].set_xticks(range(len(titles)), [textwrap.fill(title, 16) for title in titles], fontsize=8)
     figure.savefig(path, metadata={"Date": None})
     pyplot.close(figure)
