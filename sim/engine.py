@@ -282,6 +282,8 @@ class Engine:
     # steps and copies -----------------------------------------------------------------------------------------------------
     def _longest_jump(self) -> Jump:
         """As many steps as can be played as one."""
+        if any(type(action) is Finish for action in self.scheduler.book.actions):
+            return ONE  # a refusal that is not told yet: it frees a seat, and others may come after it
         until_s = self._wait_s()
         if self._to_come and not self._router.full:
             until_s = min(until_s, self._to_come[0][0] - self.now)

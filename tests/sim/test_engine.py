@@ -238,6 +238,18 @@ def test_a_prompt_that_never_fits_takes_no_room_however_long_it_is():
     assert most_bytes < 1 << 20
 
 
+def test_who_comes_while_or_after_one_is_refused_need_not_wait_for_the_end_of_a_jump():
+    trace = [
+        Request("runs", 4, 200),
+        Request("never", 1000, 1, arrival_s=0.1),
+        Request("next", 4, 1, arrival_s=0.2),
+        Request("after", 1100, 1, after="never"),
+    ]
+    limits = limits_of(COSTS, ctx=400, slots=2)
+    (_, ends), (_, one_by_one) = (play(trace, limits, COSTS, 1 << 30, jump) for jump in (True, False))
+    assert {name: end.at_s for name, end in ends.items()} == pytest.approx({name: end.at_s for name, end in one_by_one.items()})
+
+
 def test_classes_are_counted_apart():
     trace = [Request(f"low{number}", 30, 60, priority=5) for number in range(4)]
     trace.append(Request("top", 30, 60, arrival_s=0.5, priority=0))
