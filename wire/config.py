@@ -138,7 +138,9 @@ def load(
         try:
             values[name] = msgspec.convert(value, hints[name], strict=False)
         except msgspec.ValidationError as error:
-            raise ConfigError(f"{flag_name(name)} {value!r}: {error}") from None
+            kind = get_args(hints[name])[0]
+            why = f" is not known; choose one of {', '.join(get_args(kind))}" if get_origin(kind) is Literal else f": {error}"
+            raise ConfigError(f"{flag_name(name)} {value!r}{why}") from None
     config = Config(**values)
     if config.low >= config.high:
         raise ConfigError(f"--low {config.low} must be below --high {config.high}")

@@ -61,6 +61,11 @@ def test_a_wrong_variable_is_named_too() -> None:
         load({}, None, {"PARKADE_SLOTS": "x"})
 
 
+def test_an_unknown_choice_names_the_choices() -> None:
+    with pytest.raises(ConfigError, match="--policy 'eager' is not known; choose one of watermark, lookahead, ondemand, off$"):
+        load({"policy": "eager"}, None, {})
+
+
 @pytest.mark.parametrize(
     ("text", "words"),
     [("ctx = ", "--config"), ("speed = 3", "unknown key 'speed'"), ('ctx = "a"', "--ctx 'a'"), (None, "No such file")],
