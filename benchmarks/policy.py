@@ -235,9 +235,7 @@ def simulated(console: Console, seeds: int, wide_seeds: int, out: Path) -> None:
         pick, ratios = chosen(table.values())
         picks.append(pick)
         both.append(ratios)
-        data[title] = {
-            scene.workload: {choice.name: _rounded(m) for choice, m in by.items()} for scene, by in table.items()
-        }
+        data[title] = {scene.workload: {choice.name: _rounded(m) for choice, m in by.items()} for scene, by in table.items()}
     sim_s = time.monotonic() - began
     page = [
         "# Policies compared",

@@ -1,7 +1,7 @@
 """Journal: writes what the scheduler hears and plans to a file, for `parkade sim --journal`. Off unless --journal names a file.
 
-Records are buffered and written once a second, so a kill loses the last second at most. Trouble with the file ends the journal
-with one line in the log, never the worker.
+Records are written with each plan, so a kill loses what was heard since the last one. Trouble with the file ends the journal with
+one line in the log, never the worker.
 """
 
 import errno
@@ -17,7 +17,6 @@ from gpu_worker.policy.scheduler import Scheduler
 
 MOST_BYTES = 1 << 30
 BUFFER_BYTES = 1 << 20
-WRITE_EVERY_S = 1.0
 MOST_FILES = 1000  # of one name
 
 log = logging.getLogger("parkade")
@@ -30,8 +29,7 @@ class Journal:
         self.path, fd = _created(path)
         self._file: BinaryIO | None = os.fdopen(fd, "wb", BUFFER_BYTES)
         self._left = most_bytes
-        self._written_at = 0.0
-        self._write(MAGIC + framed(header), 0.0)
+        self._write(MAGIC + framed(header), flush=True)
 
     @property
     def open(self) -> bool:
@@ -41,12 +39,12 @@ class Journal:
     def heard(self, event: Event, now: float) -> None:
         """Note what the scheduler is about to hear."""
         if self._file is not None:
-            self._write(framed(Heard(now, event)), now)
+            self._write(framed(Heard(now, event)))
 
     def planned(self, plan: Plan, now: float) -> None:
         """Note what the scheduler has planned. Its rows must not have been run yet."""
         if self._file is not None:
-            self._write(framed(planned(plan, now)), now)
+            self._write(framed(planned(plan, now)), flush=True)
 
     def close(self, why: str = "") -> None:
         """Write what is left. Nothing is kept from then on; `why` goes to the log."""
@@ -60,15 +58,14 @@ class Journal:
         if why:
             log.warning("the journal %s ends here: %s", self.path, why)
 
-    def _write(self, data: bytes, now: float) -> None:
+    def _write(self, data: bytes, flush: bool = False) -> None:
         self._left -= len(data)
         if self._left < 0:
             self.close("it has reached its size")
             return
         try:
             self._file.write(data)
-            if now - self._written_at >= WRITE_EVERY_S:
-                self._written_at = now
+            if flush:
                 self._file.flush()
         except OSError as error:
             self.close(str(error.strerror))

@@ -91,7 +91,7 @@ def test_a_better_class_takes_the_room_of_a_worse_one_and_an_equal_class_does_no
     """The three that are there fit together to their ends; the newcomer does not fit beside them."""
     here = [{**LOW_CLASS[i], "prompt": prompt_ids(i, 800), "max_tokens": 450} for i in range(3)]
     newcomer = {"prompt": prompt_ids(8, 900), "max_tokens": 50, "temperature": 0.8, "seed": 8, "priority": priority}
-    with Stack(tmp_path / "run", model="bard", ctx=ctx, slots=slots) as stack:
+    with Stack(tmp_path / "run", model="bard", ctx=ctx, slots=slots, policy="watermark") as stack:
         new, _, others = amid(stack, here, lambda answers: len(answers) == 3, [newcomer])
         assert_whole([*new, *others], [alone(large, {**request, "priority": 0}) for request in (newcomer, *here)])
         assert new[0].parkade["parks"] == 0
