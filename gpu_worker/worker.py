@@ -135,6 +135,8 @@ class Worker:
                     self._send(messages.Notice(request_id, event, kind, mode, parked_ms, usage, reason))
                     if choice is not None:
                         log.info("parked %s (%s): %s", request_id, kind, told(choice))
+                    elif event == "resumed":
+                        log.info("resumed %s after %d ms: %s", request_id, parked_ms, mode)
                 case events.Finish(request_id, reason, usage, error, code):
                     self._send(messages.Finished(request_id, reason, usage, error, code))
 

@@ -165,12 +165,23 @@ def sim(journal: str | None, **options: object) -> None:
     from parkade.simulate import simulate
 
     try:
-        sys.exit(replay_journal(journal) if journal else simulate(**options))
+        if journal is not None:
+            _nothing_beside_the_journal()
+        sys.exit(simulate(**options) if journal is None else replay_journal(journal))
     except ConfigError as error:
         raise OneLine(str(error)) from None
 
 
 sim_options(sim)
+
+
+def _nothing_beside_the_journal() -> None:
+    """ConfigError for any other option: a journal has its settings in it."""
+    context = click.get_current_context()
+    for option in context.command.params:
+        given = context.get_parameter_source(option.name) is click.core.ParameterSource.COMMANDLINE
+        if given and option.name != "journal":
+            raise ConfigError(f"--journal brings its own settings; leave {option.opts[0]} out")
 
 
 def _run(command: Callable[[], int | None]) -> None:

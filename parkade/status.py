@@ -1,5 +1,6 @@
 """`parkade status` and `parkade top`: the state of a server as one picture, once or live."""
 
+import sys
 import time
 from dataclasses import dataclass
 from typing import Any
@@ -43,7 +44,8 @@ def look(api: Api) -> Snapshot:
 
 def status(url: str, api_key: str) -> None:
     """Print the picture once."""
-    Console().print(picture(look(Api(url, api_key)), None))
+    console = Console(width=None if sys.stdout.isatty() else 140)  # in a pipe nothing is cut off
+    console.print(picture(look(Api(url, api_key)), None))
 
 
 def top(url: str, api_key: str, every_s: float) -> int:

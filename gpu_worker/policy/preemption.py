@@ -1,7 +1,8 @@
 """Who is parked, who comes back, who is let in: each rule one small pure function with its source named.
 
-Sources: *watermark* and *recompute* are the two pages this project was asked to build; *simulator* is a livelock or a starvation
-that random schedules reproduced before the rule was there.
+Sources: *watermark* and *recompute* are two published designs for llama.cpp's server, "park unified requests with proactive KV
+watermarks" and "KV preemption by recompute"; *simulator* is a livelock or a starvation that random schedules reproduced before
+the rule was there.
 """
 
 from collections.abc import Callable, Iterable

@@ -3,12 +3,14 @@
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 
 from gpu_worker.journal import Journal, JournaledScheduler
 from gpu_worker.policy import preemption
 from gpu_worker.policy.events import RowResult, StepDone, Submitted
 from gpu_worker.policy.limits import Limits
 from gpu_worker.policy.recording import Header
+from parkade.cli import main
 from parkade.replay import replay_journal
 from wire.config import ConfigError
 from wire.messages import Generate, Submit
@@ -53,3 +55,9 @@ def test_no_journal_is_one_line(tmp_path: Path) -> None:
     (tmp_path / "text").write_text("hello")
     with pytest.raises(ConfigError, match="--journal .*text: this is no journal"):
         replay_journal(str(tmp_path / "text"))
+
+
+def test_another_option_beside_it_is_refused(journal: str) -> None:
+    result = CliRunner().invoke(main, ["sim", "--journal", journal, "--policy", "off"])
+    assert result.exit_code == 1
+    assert "--journal brings its own settings; leave --policy out" in result.output

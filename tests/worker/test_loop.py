@@ -86,7 +86,8 @@ def test_a_park_is_told_with_its_reason_and_its_numbers_are_one_line_of_the_log(
     ]
     assert caplog.messages == [
         "parked chat-1 (pressure): 1200 cells, recompute, budget_dear: 3.0 MiB, copies 4.0 ms, computing 500.0 ms, stays 2.50 s, "
-        "budget 75% full, worth 0.75 of the price"
+        "budget 75% full, worth 0.75 of the price",
+        "resumed chat-1 after 70 ms: recompute",
     ]
 
 
