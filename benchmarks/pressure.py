@@ -163,7 +163,7 @@ def _list(text: str) -> list[str]:
 @click.option("--over", default="2", show_default=True, help="how many times the pool is oversubscribed; a comma list")
 @click.option("--park-ram", default="8GiB,16MiB,0", show_default=True, help="a comma list")
 @click.option("--park-mode", default="save", show_default=True, help="a comma list")
-@click.option("--resume-order", default="most-parked", show_default=True, help="a comma list")
+@click.option("--resume-order", default="head", show_default=True, help="a comma list")
 @click.option("--rounds", default=3, show_default=True)
 @click.option("--model", default="smollm2", show_default=True)
 @click.option("--draft", default="auto", show_default=True)
