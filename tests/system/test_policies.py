@@ -131,29 +131,27 @@ def test_without_parking_who_finds_no_cell_fails_with_a_clear_error_and_nobody_e
     ("policy", "first"), [("watermark", 2), ("lookahead", 0), pytest.param("ondemand", 0, marks=pytest.mark.long)]
 )
 def test_the_newest_is_parked_first_at_the_watermark_and_else_the_smallest(tmp_path, policy, first):
-    """The oldest is the smallest, the largest neither the oldest nor the newest."""
-    order, cells = [], {}
+    """The oldest is the smallest, the largest neither the oldest nor the newest. At which line is for tests/policy to say: until
+    the client hears of a park, the others have gone on."""
+    order = []
 
     async def scenario(client):
         def listener(number):
             def listen(heard):
-                cells[number] = sizes[number] + len(heard.ids)
                 if heard.notices and number not in order:
                     order.append(number)
-                    used.append(sum(cells.values()))
 
             return listen
 
         calls = [hear(client, prompt_ids(i, size), max_tokens=450, on_message=listener(i)) for i, size in enumerate(sizes)]
         return await asyncio.gather(*calls)
 
-    sizes, used = (40, 200, 120), []
+    sizes = (40, 200, 120)
     with Stack(tmp_path / "run", model="bard", ctx=960, slots=3, policy=policy, draft=0) as stack:
         heard = by_zeromq(stack, scenario)
     assert [len(one.ids) for one in heard] == [450] * 3
     assert order[0] == first
     assert heard[1].parks == 0, "the largest was parked"
-    assert (used[0] > 0.94 * 960) == (policy != "watermark"), used
     assert all(one.notices[i].kind == "pressure" for one in heard for i in range(len(one.notices)))
 
 
