@@ -20,7 +20,8 @@ def chats(stack: Stack, tokens: int) -> list:
 @pytest.mark.parametrize(("ctx", "tokens"), [(8192, 3500), (16384, 6000)])
 @pytest.mark.parametrize(("high", "low"), [(94, 80), (90, 70), (98, 90)])
 def test_all_chats_of_all_rounds_are_whole(tmp_path, ctx, tokens, high, low):
-    with Stack(tmp_path / "run", model="bard", ctx=ctx, slots=CHATS, high=high, low=low, park_ram="8GiB") as stack:
+    settings = {"policy": "watermark", "high": high, "low": low}
+    with Stack(tmp_path / "run", model="bard", ctx=ctx, slots=CHATS, park_ram="8GiB", **settings) as stack:
         rounds = [chats(stack, tokens) for _ in range(ROUNDS)]
         for answers in rounds:
             assert [(len(a.ids), a.finish_reason, a.error, a.done) for a in answers] == [(tokens, "length", None, True)] * CHATS
