@@ -22,7 +22,7 @@ from gpu_worker.policy.scheduler import Limits, Scheduler
 from gpu_worker.runner import Runner
 from gpu_worker.worker import Worker
 from wire import sockets
-from wire.config import Config, ConfigError, devices, draft_length, size_bytes
+from wire.config import Config, ConfigError, devices, draft_length, policy_settings
 from wire.messages import Hello
 from wire.model_files import ModelFiles, find_model
 from wire.model_spec import ModelSpec
@@ -137,17 +137,7 @@ def limits(config: Config, files: ModelFiles, spec: ModelSpec, hello: Hello) -> 
     return Limits(
         num_blocks=hello.pool_cells // BLOCK_SIZE,
         block_size=BLOCK_SIZE,
-        slots=config.slots,
         max_context=hello.max_context,
-        step_tokens=config.step_tokens,
-        policy=config.policy,
-        high=config.high,
-        low=config.low,
-        lookahead_steps=config.lookahead_steps,
-        protect_after=config.protect_after,
-        resume_order=config.resume_order,
-        max_park_s=config.max_park_s,
-        park_mode=park_mode(config),
         block_bytes=hello.pool_bytes * BLOCK_SIZE // hello.pool_cells,
         state_bytes=hello.state_bytes,
         park_every=config.park_every,
@@ -157,12 +147,8 @@ def limits(config: Config, files: ModelFiles, spec: ModelSpec, hello: Hello) -> 
         state_slots=hello.state_slots or None,
         eos_token_ids=files.eos_token_ids,
         exact=hello.exact,
+        **policy_settings(config),
     )
-
-
-def park_mode(config: Config) -> str:
-    """What `--park-mode` says; with `--park-ram 0` there is nowhere to save to."""
-    return config.park_mode if config.park_ram == "auto" or size_bytes(config.park_ram) > 0 else "recompute"
 
 
 def check_memory(config: Config, model: Model, num_blocks: int, state_slots: int, draft_max: int) -> None:

@@ -147,21 +147,7 @@ def limits_of(config: Config, costs: CostModel) -> Limits:
     if config.ctx // costs.block_size > MOST_BLOCKS:
         raise ConfigError(f"--ctx {config.ctx} is more than {MOST_BLOCKS} blocks of {costs.block_size} cells")
     reuse = {"reuse": False} if config.no_reuse else {}
-    return engine.limits_of(
-        costs,
-        ctx=config.ctx,
-        slots=config.slots,
-        step_tokens=config.step_tokens,
-        policy=config.policy,
-        high=config.high,
-        low=config.low,
-        lookahead_steps=config.lookahead_steps,
-        protect_after=config.protect_after,
-        resume_order=config.resume_order,
-        max_park_s=config.max_park_s,
-        park_mode=config.park_mode if park_ram_bytes(config) else "recompute",
-        **reuse,
-    )
+    return engine.limits_of(costs, ctx=config.ctx, **settings.policy_settings(config), **reuse)
 
 
 def park_ram_bytes(config: Config) -> int:

@@ -59,6 +59,10 @@ class Config(Struct, frozen=True, forbid_unknown_fields=True):
 
 DRAFT_MOST = 8
 FIELDS = msgspec.structs.fields(Config)
+_POLICY_FIELDS = (
+    "slots", "step_tokens", "policy", "high", "low", "lookahead_steps", "protect_after", "resume_order", "max_park_s",
+    "park_mode",
+)  # fmt: skip
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*(?:([kmgt])(i?)b?|b?)\s*", re.IGNORECASE)
 
 
@@ -152,6 +156,15 @@ def load(
     draft_length(config.draft)
     devices(config.device)
     return config
+
+
+def policy_settings(config: Config) -> dict[str, Any]:
+    """The settings that the scheduler takes as they are, by the names that both sides use: for the worker and for the simulator.
+    With `--park-ram 0` there is nowhere to save to, whatever `--park-mode` says."""
+    values = {name: getattr(config, name) for name in _POLICY_FIELDS}
+    if config.park_ram != "auto" and size_bytes(config.park_ram) == 0:
+        values["park_mode"] = "recompute"
+    return values
 
 
 def as_environ(config: Config) -> dict[str, str]:

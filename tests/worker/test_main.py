@@ -10,8 +10,9 @@ from msgspec import structs
 from gpu_worker import __main__ as worker
 from gpu_worker.device.kv_cache import KvCache
 from gpu_worker.draft_cost import DRAFT, SEQUENCE, STEP, TOO_MUCH, VERIFY, draft_cost
+from gpu_worker.policy.limits import Limits
 from tests.make_models import write_hf
-from wire.config import Config, ConfigError
+from wire.config import FIELDS, Config, ConfigError, policy_settings
 from wire.messages import Hello
 from wire.model_files import find_model
 from wire.model_spec import MtpSpec
@@ -141,3 +142,11 @@ def test_a_line_for_the_log(caplog):
         "m as f32: weights 0 MiB, pool 256 cells in 0 MiB, 3 recurrent states in 3.0 MiB, so no reuse of earlier prompts, "
         "exact no (why), no drafts (--draft 0)"
     ]
+
+
+def test_every_setting_that_the_scheduler_knows_by_the_same_name_reaches_it():
+    both = {field.name for field in FIELDS} & set(Limits.__struct_fields__)
+    others = {"exact", "park_every"}  # proven at the worker's start; for tests, so that no simulated run has it
+    assert set(policy_settings(Config())) == both - others
+    assert policy_settings(Config(park_ram="0", park_mode="save"))["park_mode"] == "recompute"
+    assert policy_settings(Config(park_ram="1", park_mode="auto"))["park_mode"] == "auto"
