@@ -1,4 +1,4 @@
-"""The pool's memory on the CPU: block-major key-value cells, `[block][layer][k|v][kv_head][cell][head_dim]`, and beside them the
+"""The pool's memory: block-major key-value cells, `[block][layer][k|v][kv_head][cell][head_dim]`, and beside them the
 hidden row of each block's newest cell, which a model's MTP head pairs with the token after it."""
 
 from typing import Protocol
@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gpu_worker.device.memory import anonymous
+from gpu_worker.device.memory import Allocate, host_memory
 from gpu_worker.device.state_cache import StateCache
 from wire.model_spec import DeltaSpec, MtpSpec
 
@@ -46,7 +46,14 @@ class KvCache:
     state of as many sequences as there are `state_slots`, where the model has such a state."""
 
     def __init__(
-        self, spec: KvShape, num_blocks: int, block_size: int, dtype: torch.dtype, state_slots: int = 8, draft_max: int = 0
+        self,
+        spec: KvShape,
+        num_blocks: int,
+        block_size: int,
+        dtype: torch.dtype,
+        state_slots: int = 8,
+        draft_max: int = 0,
+        allocate: Allocate = host_memory,
     ) -> None:
         self.num_blocks = num_blocks
         self.block_size = block_size
@@ -55,8 +62,8 @@ class KvCache:
         self.rows_per_block = _rows(spec, block_size, dtype)
         self.block_bytes = block_bytes(spec, block_size, dtype)
         values = self.block_bytes // dtype.itemsize
-        self._memory = anonymous((num_blocks + 1) * self.block_bytes)
-        flat = torch.frombuffer(self._memory, dtype=dtype, count=(num_blocks + 1) * values)
+        self.memory = allocate((num_blocks + 1) * self.block_bytes)  # uint8, all blocks one after another
+        flat = self.memory.view(dtype)
         self.rows: Tensor = flat.view(-1, block_size * spec.head_dim)  # see `row`
         shape = (spec.kv_layers, 2, spec.num_kv_heads, block_size, spec.head_dim)
         cells = int(np.prod(shape))
@@ -65,8 +72,8 @@ class KvCache:
         if spec.mtp:
             behind = flat.view(num_blocks + 1, values)[:, cells:].view(torch.float32)
             self.hidden = behind[:, : spec.hidden]
-        self._bytes = np.frombuffer(self._memory, dtype=np.uint8, count=(num_blocks + 1) * self.block_bytes)
-        self.states = StateCache(spec.delta, state_slots, draft_max) if spec.delta else None
+        self.hidden_at = cells * dtype.itemsize  # in a block, of its hidden row
+        self.states = StateCache(spec.delta, state_slots, draft_max, allocate) if spec.delta else None
 
     @property
     def scratch(self) -> int:
@@ -89,13 +96,13 @@ class KvCache:
         return block * self.rows_per_block + (layer * 2 + part) * heads + head
 
     def block(self, index: int) -> np.ndarray:
-        """The bytes of one block: uint8 [block_bytes], a writable view."""
+        """The bytes of one block in host memory: uint8 [block_bytes], a writable view."""
         if not 0 <= index < self.num_blocks:
             raise IndexError(f"block {index} of {self.num_blocks}")
-        return self._bytes[index * self.block_bytes : (index + 1) * self.block_bytes]
+        return self.memory[index * self.block_bytes : (index + 1) * self.block_bytes].numpy()
 
     def state(self, index: int) -> np.ndarray:
-        """The bytes of one state slot: uint8 [state_bytes], a writable view."""
+        """The bytes of one state slot in host memory: uint8 [state_bytes], a writable view."""
         if self.states is None:
             raise IndexError(f"state slot {index}: this model has no recurrent state")
         return self.states.slot(index)

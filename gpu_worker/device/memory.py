@@ -1,6 +1,12 @@
-"""Memory of the CPU device."""
+"""Where the memory of pools and states comes from: `Allocate` is a parameter, so that their layout is the same on every device."""
 
 import mmap
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+Allocate = Callable[[int], Tensor]  # uint8 [n] for n bytes: zeroed, aligned to 256 bytes, its owner's until it drops the tensor
 
 
 def anonymous(nbytes: int) -> mmap.mmap:
@@ -12,3 +18,8 @@ def anonymous(nbytes: int) -> mmap.mmap:
         except OSError:  # a kernel without huge pages: only slower
             pass
     return memory
+
+
+def host_memory(nbytes: int) -> Tensor:
+    """Allocate on the CPU: `anonymous` as a tensor, which keeps it."""
+    return torch.frombuffer(anonymous(nbytes), dtype=torch.uint8, count=max(nbytes, 1))[:nbytes]

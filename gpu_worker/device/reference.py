@@ -1,8 +1,8 @@
 """The device's operations in plain torch: the CPU device where no native library is, and the oracle for every other one.
 
 With `exact`, a row's result depends on its own sequence only. That rests on measured properties of torch on the CPU, which
-`model/exactness.py` proves again at start: linear layers see padded rows, attention sees at least 4 query rows a task and
-keys gathered to a multiple of 512 cells (SDPA's own split).
+`model/exactness.py` proves again at start: every dense product has one number of rows (which multiple would do differs between
+processors), attention sees at least 4 query rows a task and keys gathered to a multiple of 512 cells (SDPA's own split).
 """
 
 from dataclasses import dataclass
@@ -14,6 +14,7 @@ from gpu_worker.device.kv_cache import KvCache
 
 F = torch.nn.functional
 
+PRODUCT_ROWS = 16  # of every dense product, where results are to be exact
 KEY_SPLIT = 512  # cells: SDPA on the CPU reduces keys in splits of this size
 QUERY_ROWS = 16  # rows of one sequence that share one attention task
 GROUP = 32  # weights that share a scale in 4-bit and 8-bit formats
@@ -22,13 +23,17 @@ GROUP = 32  # weights that share a scale in 4-bit and 8-bit formats
 # linear layers --------------------------------------------------------------------------------------------------------
 @dataclass(frozen=True, slots=True)
 class DenseLinear:
-    """y = x W^T + b in the weight's own type."""
+    """y = x W^T + b in the weight's own type; with `exact` in products of PRODUCT_ROWS rows, for rows padded to that."""
 
     weight: Tensor  # [N, K] float32 or bfloat16
     bias: Tensor | None = None  # [N]
+    exact: bool = False
 
     def __call__(self, x: Tensor) -> Tensor:
-        return F.linear(x.to(self.weight.dtype), self.weight, self.bias)
+        x = x.to(self.weight.dtype)
+        if not self.exact or len(x) <= PRODUCT_ROWS:
+            return F.linear(x, self.weight, self.bias)
+        return torch.cat([F.linear(rows, self.weight, self.bias) for rows in x.split(PRODUCT_ROWS)])
 
     @property
     def nbytes(self) -> int:
@@ -64,9 +69,9 @@ def int4_linear(quants: Tensor, scale: Tensor, minimum: Tensor, bias: Tensor | N
     return Int4Linear(packed, scale_zero, None if bias is None else bias.to(torch.bfloat16))
 
 
-def row_multiple(dtype: torch.dtype) -> tuple[int, int]:
-    """(multiple, least) number of rows at which torch's linear layers give every row the same result."""
-    return (4, 4) if dtype == torch.float32 else (1, 2)
+def padded_rows(count: int) -> int:
+    """`count` rounded up to whole products of PRODUCT_ROWS."""
+    return max(-(-count // PRODUCT_ROWS), 1) * PRODUCT_ROWS
 
 
 # row operations -------------------------------------------------------------------------------------------------------

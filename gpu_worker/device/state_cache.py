@@ -1,4 +1,4 @@
-"""The recurrent state of sequences on the CPU: per slot a state at a multiple of 16 and a log of what has come since.
+"""The recurrent state of sequences: per slot a state at a multiple of 16 and a log of what has come since.
 
 A row at position q reads S, the state after the tokens below `16 * (q // 16)`, and the log of the tokens from there to q. A fold
 makes the S of the next 16 tokens out of S and 16 entries of the log: by position, never "when full". So one form is rollback
@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gpu_worker.device.memory import anonymous
+from gpu_worker.device.memory import Allocate, host_memory
 from wire.model_spec import DeltaSpec
 
 FOLD = 16  # tokens between two states
@@ -72,14 +72,13 @@ class StateCache:
     conv: Tensor  # [slots, layers, inputs, conv_width]: what enters the convolution
     folded: Tensor  # int32 [slots, 1]: tokens that `state` has taken in, a multiple of 16
 
-    def __init__(self, delta: DeltaSpec, slots: int, draft_max: int) -> None:
+    def __init__(self, delta: DeltaSpec, slots: int, draft_max: int, allocate: Allocate = host_memory) -> None:
         self.slots = slots
         sizes, shapes = _sizes(delta, draft_max), _shapes(delta, draft_max)
         self.stride = sum(sizes.values())  # float32 values of a slot
         self.slot_bytes = 4 * self.stride
-        self._memory = anonymous(slots * self.slot_bytes)
-        self.flat: Tensor = torch.frombuffer(self._memory, dtype=torch.float32, count=slots * self.stride)
-        self._bytes = np.frombuffer(self._memory, dtype=np.uint8, count=slots * self.slot_bytes)
+        self._memory = allocate(slots * self.slot_bytes)
+        self.flat: Tensor = self._memory.view(torch.float32)
         self.offsets: dict[str, int] = {}  # of each part in a slot, in float32 values
         start = 0
         for name, shape in shapes.items():
@@ -95,7 +94,7 @@ class StateCache:
         return self.slots * self.slot_bytes
 
     def slot(self, index: int) -> np.ndarray:
-        """The bytes of one slot: uint8 [slot_bytes], a writable view."""
+        """The bytes of one slot in host memory: uint8 [slot_bytes], a writable view."""
         if not 0 <= index < self.slots:
             raise IndexError(f"state slot {index} of {self.slots}")
-        return self._bytes[index * self.slot_bytes : (index + 1) * self.slot_bytes]
+        return self._memory[index * self.slot_bytes : (index + 1) * self.slot_bytes].numpy()

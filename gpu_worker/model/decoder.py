@@ -103,7 +103,7 @@ class TorchModel:
     def logits(self, hidden: Tensor) -> Tensor:
         """float32 [n_out, vocab] of hidden rows [n_out, hidden]."""
         rows = len(hidden)
-        return self._head(self._pad(hidden.float(), torch.float32))[:rows]
+        return self._head(self._pad(hidden.float()))[:rows]
 
     @torch.inference_mode()
     def draft(self, token_ids: Tensor, positions: Tensor, hidden: Tensor, tables: Tensor, kv: KvCache) -> Tensor:
@@ -127,7 +127,7 @@ class TorchModel:
         """float32 [n, draft vocabulary] of rows that `draft` gave."""
         if self._mtp is None:
             raise ValueError("this model has no head that drafts")
-        return self._mtp.logits(self._pad(rows, torch.float32))[: len(rows)]
+        return self._mtp.logits(self._pad(rows))[: len(rows)]
 
     # parts ------------------------------------------------------------------------------------------------------------
     def _place_rows(self, positions: Tensor, seq_of: Tensor, tables: Tensor, kv: KvCache, first: int = 0) -> _Rows:
@@ -195,10 +195,9 @@ class TorchModel:
         self._write(mtp.layer, normed, kv, kv.layers - 1, rows)
         kv.hidden[rows.blocks[: rows.count][ends]] = hidden[ends]
 
-    def _pad(self, rows: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-        """Repeat the last row until the number of rows is one at which linear layers are row-invariant."""
-        multiple, least = ops.row_multiple(dtype or self.dtype)
-        count = max(-(-len(rows) // multiple) * multiple, least) - len(rows)
+    def _pad(self, rows: Tensor) -> Tensor:
+        """Repeat the last row until the rows are whole products of one size."""
+        count = ops.padded_rows(len(rows)) - len(rows)
         if not self.exact or not count or not len(rows):
             return rows
         return torch.cat([rows, rows[-1:].expand(count, *rows.shape[1:])])

@@ -72,8 +72,8 @@ def torch_model(spec: ModelSpec, weights: Weights, name: str, exact: bool) -> To
     """In torch, `name` f32, bf16 or int4."""
     dtype = torch.float32 if name == "f32" else torch.bfloat16
     embed = weights.dense("embed", torch.float32 if spec.tied else dtype)
-    head = DenseLinear(embed if spec.tied else weights.dense("head", torch.float32))
-    load = _Loader(spec, weights, name, dtype)
+    head = DenseLinear(embed if spec.tied else weights.dense("head", torch.float32), exact=exact)
+    load = _Loader(spec, weights, name, dtype, exact)
     layers = [load.layer(i) for i in range(spec.num_layers)]
     mtp = load.mtp(head) if spec.mtp else None
     rope = RopeTable(spec.rope, spec.rotary_dim or spec.head_dim, spec.max_context)
@@ -88,6 +88,7 @@ class _Loader:
     weights: Weights
     name: str
     dtype: torch.dtype
+    exact: bool
 
     def layer(self, index: int) -> Layer:
         prefix = f"layers.{index}."
@@ -101,7 +102,7 @@ class _Loader:
             fc=self._product("mtp.", "fc"),
             layer=self._attention("mtp.layer."),
             norm=self.vector("mtp.norm"),
-            logits=head if ids is None else DenseLinear(head.weight[ids]),
+            logits=head if ids is None else DenseLinear(head.weight[ids], exact=self.exact),
             draft_ids=ids,
         )
 
@@ -152,7 +153,7 @@ class _Loader:
         if self.name == "int4" and all(weights.is_four_bit(part) for part in parts) and sum(sizes) % 16 == 0:
             quantised = [rows for part in parts for _, rows in weights.quants(part)]
             return (reference.int4_linear(*_joined(quantised), bias),)
-        return (DenseLinear(torch.cat([weights.dense(part, dtype) for part in parts]), bias),)
+        return (DenseLinear(torch.cat([weights.dense(part, dtype) for part in parts]), bias, self.exact),)
 
 
 def _joined(parts: list[Quantised]) -> tuple[Tensor, Tensor, Tensor]:
