@@ -52,7 +52,7 @@ class HashModel:
         return torch.stack(rows)[batch.out_rows]
 
     def logits(self, hidden):
-        return hidden @ MATRIX
+        return torch.stack([row @ MATRIX for row in hidden])  # not one product: its rows may depend on how many there are
 
     def draft(self, token_ids, positions, hidden, tables, kv):
         self.drafts.append(len(token_ids))
