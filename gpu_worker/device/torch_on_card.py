@@ -1,0 +1,60 @@
+"""What torch does on a card: tensors live there, and matrix products are enqueued on the card's own compute stream.
+
+All of torch.cuda that Parkade uses stands in this file, so that tests can put another in its place where there is no GPU.
+"""
+
+from contextlib import AbstractContextManager
+
+import torch
+from torch import Tensor
+
+from gpu_worker.device.cuda import Card
+from wire.config import ConfigError
+
+
+def prepare(index: int) -> None:
+    """Before a Card is opened: torch makes the context that both share. ConfigError if torch has no CUDA or no such card."""
+    if not torch.cuda.is_available():
+        raise ConfigError(f"--device cuda:{index}: torch {torch.__version__} finds no CUDA; install a CUDA build of torch")
+    torch.cuda.init()
+    torch.cuda.set_device(index)
+
+
+class TorchOnCard:
+    """Tensors and products of one card."""
+
+    def __init__(self, card: Card) -> None:
+        self.device = torch.device("cuda", card.index)
+        self._stream = torch.cuda.ExternalStream(card.compute.handle, device=self.device)
+        torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
+
+    def zeros(self, nbytes: int) -> Tensor:
+        """Allocate of `device/memory.py`: uint8 [nbytes] on the card, zeroed when this returns."""
+        return self._there(torch.zeros(nbytes, dtype=torch.uint8, device=self.device))
+
+    def upload(self, tensor: Tensor) -> Tensor:
+        """A copy on the card, complete when this returns."""
+        return self._there(tensor.to(self.device, copy=True))
+
+    def download(self, tensor: Tensor) -> Tensor:
+        """A copy in host memory of what all work enqueued so far leaves there."""
+        torch.cuda.synchronize(self.device)
+        return tensor.cpu()
+
+    def streaming(self) -> AbstractContextManager:
+        """`linear` is to be called within this."""
+        return torch.cuda.stream(self._stream)
+
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
+        """Enqueue out = x W^T + b on the compute stream. x bf16 [M, K], weight bf16 [N, K], bias bf16 [N] (only with a bf16
+        out), out bf16 or float32 [M, N]. Sums are float32. It allocates nothing, so a graph may hold it."""
+        if bias is not None:
+            torch.addmm(bias, x, weight.t(), out=out)
+        elif out.dtype == torch.float32:
+            torch.mm(x, weight.t(), out_dtype=torch.float32, out=out)
+        else:
+            torch.mm(x, weight.t(), out=out)
+
+    def _there(self, tensor: Tensor) -> Tensor:
+        torch.cuda.synchronize(self.device)
+        return tensor
