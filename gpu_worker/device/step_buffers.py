@@ -1,7 +1,7 @@
 """What a step on a card reads and leaves behind, at addresses that never change, so that a captured graph can be repeated.
 
-Every array has a place on the card and a twin in one page-locked area of the host. A step is: fill in the host's arrays, `upload`,
-enqueue the model's work, `download`, wait, read. Nothing of it may be touched between `upload` and the end of `download`.
+Every array has a place on the card and a twin in one page-locked area of the host. A step is: `clear`, fill in the host's
+arrays, `upload`, enqueue the model's work, `download`, wait, read. Nothing of it may be touched from `upload` to that wait.
 """
 
 from dataclasses import dataclass
