@@ -40,11 +40,10 @@ def programs(config: Config) -> list[Program]:
     def program(name: str, module: str, wave: int, **more: str) -> Program:
         return Program(name, (sys.executable, "-m", module), environ | more, wave)
 
-    names = [f"cpu{i}" for i in range(len(devices(config.device)))]
     return [
         program("hostcache", "hostcache", 2),
         program("router", "router", 0),
-        *(program(name, "gpu_worker", 1, PARKADE_WORKER_NAME=name) for name in names),
+        *(program(name, "gpu_worker", 1, PARKADE_WORKER_NAME=name) for name in devices(config.device)),
         program("openai", "router.openai", 0),
     ]
 
@@ -143,7 +142,7 @@ async def _say_ready(config: Config) -> None:
 
 def _in_words(status: Status) -> str:
     workers = (
-        f"{w.name} {w.model} as {w.dtype}, ctx {w.pool_cells}, slots {w.slots}, exact {'yes' if w.exact else 'no'}"
+        f"{w.name} {w.model} as {w.dtype} on {w.device}, ctx {w.pool_cells}, slots {w.slots}, exact {'yes' if w.exact else 'no'}"
         + (f" ({w.exact_note})" if w.exact_note else "")
         + (f", drafts up to {w.draft}" if w.draft else f", no drafts ({w.draft_note})")
         for w in status.workers

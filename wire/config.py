@@ -24,7 +24,9 @@ class Config(Struct, frozen=True, forbid_unknown_fields=True):
     """The settings. The description of a field is its help text; a field named `no_...` is a bare flag."""
 
     model: Annotated[str, Meta(description="smollm2, bard, a GGUF file, or a Hugging Face folder")] = "smollm2"
-    ctx: Annotated[int, Meta(ge=16, le=2**31, description="cells of the pool that all sequences share")] = 8192
+    ctx: Annotated[
+        int, Meta(ge=0, le=2**31, description="cells of the pool that all sequences share (0: as many as the card has room for)")
+    ] = 8192
     slots: Annotated[int, Meta(ge=1, le=4096, description="how many sequences may run at once")] = 8
     policy: Annotated[
         Literal["watermark", "lookahead", "ondemand", "off"],
@@ -46,7 +48,12 @@ class Config(Struct, frozen=True, forbid_unknown_fields=True):
     exact: Annotated[Literal["on", "off"], Meta(description="streams equal their solo run byte for byte")] = "on"
     max_queued: Annotated[int, Meta(ge=0, description="requests that may wait before new ones get 429")] = 256
     draft: Annotated[str, Meta(description="tokens the model's head drafts a step, 0 to 8 (auto: 2 where that pays)")] = "auto"
-    device: Annotated[str, Meta(description="auto, cpu, or a comma list with one worker each, e.g. cpu,cpu")] = "auto"
+    device: Annotated[
+        str, Meta(description="auto (the first card, else the CPU), or a comma list with one worker each, e.g. cuda:0,cuda:1")
+    ] = "auto"
+    gpu_memory: Annotated[
+        float, Meta(gt=0, le=1, description="share of a card's free memory that its worker takes", extra={"metavar": "SHARE"})
+    ] = 0.9
     dtype: Annotated[Literal["auto", "bf16", "f32"], Meta(description="auto: 4-bit weights stay so, others are bf16")] = "auto"
     step_tokens: Annotated[int, Meta(ge=1, le=65536, description="tokens one step may feed: a prefill chunk")] = 256
     journal: Annotated[str, Meta(description="file for all that a worker's scheduler hears and plans, prompts included")] = ""
@@ -58,11 +65,13 @@ class Config(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 DRAFT_MOST = 8
+CTX_LEAST = 16  # one block
 FIELDS = msgspec.structs.fields(Config)
 _POLICY_FIELDS = (
     "slots", "step_tokens", "policy", "high", "low", "lookahead_steps", "protect_after", "resume_order", "max_park_s",
     "park_mode",
 )  # fmt: skip
+_CARD = re.compile(r"cuda(?::(\d{1,3}))?")
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*(?:([kmgt])(i?)b?|b?)\s*", re.IGNORECASE)
 
 
@@ -83,7 +92,10 @@ def is_switch(field: FieldInfo) -> bool:
 
 def metavar(field: FieldInfo) -> str:
     """What the help shows for the value: the choices, or the kind of value."""
+    (meta,) = field.type.__metadata__
     kind = field.type.__origin__
+    if meta.extra:
+        return meta.extra["metavar"]
     if get_origin(kind) is Literal:
         return "|".join(get_args(kind))
     return {int: "N", float: "SECONDS"}.get(kind, "TEXT")
@@ -115,15 +127,33 @@ def draft_length(text: str) -> int | None:
     return int(text)
 
 
-def devices(text: str) -> tuple[str, ...]:
-    """The devices of `--device`, one for each worker: `cpu,cpu` is two. ConfigError for one that does not exist."""
-    names = tuple("cpu" if part.strip() == "auto" else part.strip() for part in text.split(","))
-    for name in names:
-        if name.startswith(("cuda", "gpu")):
-            raise ConfigError(f"--device {name}: CUDA comes later; this version computes on the CPU (--device cpu)")
-        if name != "cpu":
-            raise ConfigError(f"--device {name!r} is not known; choose auto, cpu, or a comma list such as cpu,cpu")
-    return names
+def devices(text: str) -> dict[str, str]:
+    """The devices of `--device`, by the name of the worker that each gets: `cpu,cuda:1` is {"cpu0": "cpu", "cuda1": "cuda:1"}.
+    `auto` is one, and its worker decides which. ConfigError for one that cannot be."""
+    if text.strip() == "auto":
+        return {"worker0": "auto"}
+    found: dict[str, str] = {}
+    for part in map(str.strip, text.split(",")):
+        if part == "cpu":
+            found[f"cpu{sum(device == 'cpu' for device in found.values())}"] = "cpu"
+        elif card := _CARD.fullmatch(part):
+            index = int(card[1] or 0)
+            if f"cuda{index}" in found:
+                raise ConfigError(f"--device {text}: cuda:{index} is named twice; a card has one worker")
+            found[f"cuda{index}"] = f"cuda:{index}"
+        else:
+            raise ConfigError(f"--device {part!r} is not known; choose auto, cpu, cuda:0, or a comma list such as cuda:0,cuda:1")
+    return found
+
+
+def device_of(worker: str, text: str) -> str:
+    """The device of the worker with this name. ConfigError if `--device` has several and none of them is its."""
+    found = devices(text)
+    if worker in found:
+        return found[worker]
+    if len(found) > 1:
+        raise ConfigError(f"--device {text}: no worker of it is named {worker}; choose one of {', '.join(found)}")
+    return next(iter(found.values()))
 
 
 def load(
@@ -146,6 +176,8 @@ def load(
             why = f" is not known; choose one of {', '.join(get_args(kind))}" if get_origin(kind) is Literal else f": {error}"
             raise ConfigError(f"{flag_name(name)} {value!r}{why}") from None
     config = Config(**values)
+    if 0 < config.ctx < CTX_LEAST:
+        raise ConfigError(f"--ctx {config.ctx} must be at least {CTX_LEAST}, or 0")
     if config.low >= config.high:
         raise ConfigError(f"--low {config.low} must be below --high {config.high}")
     if config.park_ram != "auto":

@@ -4,7 +4,20 @@ from pathlib import Path
 
 import pytest
 
-from wire.config import FIELDS, Config, ConfigError, as_environ, devices, draft_length, env_name, flag_name, load, size_bytes
+from wire.config import (
+    FIELDS,
+    Config,
+    ConfigError,
+    as_environ,
+    device_of,
+    devices,
+    draft_length,
+    env_name,
+    flag_name,
+    load,
+    metavar,
+    size_bytes,
+)
 
 
 def test_flag_wins_over_environment_over_file_over_default(tmp_path: Path) -> None:
@@ -23,7 +36,20 @@ def test_the_file_may_be_named_by_the_environment(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "config",
-    [Config(), Config(no_reuse=True, ctx=64, drain_s=0.5, park_ram="0", model="a b=c", device="cpu,cpu", exact="off", draft="3")],
+    [
+        Config(),
+        Config(
+            no_reuse=True,
+            ctx=64,
+            drain_s=0.5,
+            park_ram="0",
+            model="a b=c",
+            device="cpu,cpu",
+            gpu_memory=0.5,
+            exact="off",
+            draft="3",
+        ),
+    ],
 )
 def test_children_get_the_same_settings_through_the_environment(config: Config) -> None:
     assert load({}, None, as_environ(config)) == config
@@ -33,13 +59,19 @@ def test_children_get_the_same_settings_through_the_environment(config: Config) 
     ("flags", "words"),
     [
         ({"ctx": "many"}, "--ctx 'many'"),
-        ({"ctx": "8"}, "--ctx '8'"),
+        ({"ctx": "8"}, "--ctx 8 must be at least 16, or 0"),
+        ({"ctx": "-1"}, "--ctx '-1'"),
+        ({"gpu_memory": "0"}, "--gpu-memory '0'"),
+        ({"gpu_memory": "1.5"}, "--gpu-memory '1.5'"),
         ({"policy": "hope"}, "--policy 'hope'"),
         ({"high": "80", "low": "80"}, "--low 80 must be below --high 80"),
         ({"park_ram": "lots"}, "--park-ram 'lots'"),
         ({"park_ram": "-1"}, "--park-ram '-1'"),
-        ({"device": "cuda"}, "--device cuda: CUDA comes later"),
         ({"device": "cpu,tpu"}, "--device 'tpu'"),
+        ({"device": "cuda:x"}, "--device 'cuda:x'"),
+        ({"device": ""}, "--device ''"),
+        ({"device": "auto,cpu"}, "--device 'auto'"),
+        ({"device": "cuda:1,cuda:1"}, "cuda:1 is named twice"),
         ({"draft": "9"}, "--draft '9' must be auto or a number from 0 to 8"),
         ({"draft": "-1"}, "--draft '-1'"),
         ({"draft": ""}, "--draft ''"),
@@ -88,9 +120,28 @@ def test_sizes(text: str, nbytes: int) -> None:
     assert size_bytes(text) == nbytes
 
 
-def test_devices() -> None:
-    assert devices("auto") == ("cpu",)
-    assert devices("cpu, cpu") == ("cpu", "cpu")
+def test_each_device_has_a_worker_with_a_name() -> None:
+    assert devices("auto") == {"worker0": "auto"}
+    assert devices("cpu, cpu") == {"cpu0": "cpu", "cpu1": "cpu"}
+    assert devices("cuda") == {"cuda0": "cuda:0"}
+    assert devices("cuda:1,cpu,cuda:0") == {"cuda1": "cuda:1", "cpu0": "cpu", "cuda0": "cuda:0"}
+
+
+def test_a_worker_finds_its_device_by_its_name() -> None:
+    assert device_of("cuda1", "cuda:0,cuda:1") == "cuda:1"
+    assert device_of("whatever", "auto") == "auto"  # as a service manager calls it
+    assert device_of("cpu0", "cuda:3") == "cuda:3"
+    with pytest.raises(ConfigError, match="no worker of it is named cuda2; choose one of cuda0, cuda1$"):
+        device_of("cuda2", "cuda:0,cuda:1")
+
+
+def test_a_pool_of_as_many_cells_as_fit() -> None:
+    assert load({"ctx": "0"}, None, {}).ctx == 0
+
+
+def test_what_the_help_shows_for_a_value() -> None:
+    shown = {field.name: metavar(field) for field in FIELDS}
+    assert (shown["gpu_memory"], shown["drain_s"], shown["ctx"], shown["exact"]) == ("SHARE", "SECONDS", "N", "on|off")
 
 
 def test_draft(tmp_path: Path) -> None:
@@ -105,8 +156,8 @@ def test_draft(tmp_path: Path) -> None:
 
 def test_the_names_that_others_script_against() -> None:
     wanted = (
-        "model ctx slots policy high low park-ram resume-order park-every no-reuse exact max-queued draft device dtype host port "
-        "run-dir drain-s api-key-file"
+        "model ctx slots policy high low park-ram resume-order park-every no-reuse exact max-queued draft device gpu-memory "
+        "dtype host port run-dir drain-s api-key-file"
     )
     flags = {flag_name(field.name) for field in FIELDS}
     assert {f"--{name}" for name in wanted.split(" ")} <= flags
