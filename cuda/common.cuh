@@ -9,7 +9,9 @@
 #ifdef KSHIM
 #include "kshim.h"
 #else
+#ifndef INFINITY  // nvcc brings one along, NVRTC does not
 #define INFINITY __int_as_float(0x7f800000)
+#endif
 #define KERNEL_EXPORT(kernel)
 #define DYN_SHARED(type, name)                                 \
   extern __shared__ __align__(128) unsigned char dyn_shared_[]; \
