@@ -58,7 +58,7 @@ class Runner:
         token has none before it.
         """
         drafts: list[list[int]] = [[] for _ in rows]
-        chained = [index for index, row in enumerate(rows) if row.draft and row.start]
+        chained = [index for index, row in enumerate(rows) if wanted_drafts(row)]
         if not chained:
             return drafts
         blocks = [rows[index].blocks[(rows[index].start - 1) // self.kv.block_size] for index in chained]
@@ -108,6 +108,16 @@ class _Out:
         return self.first + self.prompt_rows
 
 
+def wanted_drafts(row: Row) -> int:
+    """What the head is to draft behind the row's token: nothing behind a sequence's first, which has no hidden row before it."""
+    return row.draft if row.start else 0
+
+
+def prompt_rows_of(row: Row) -> int:
+    """How many of the row's tokens predict prompt tokens whose log probabilities are wanted: its first ones."""
+    return 0 if row.prompt_logprobs is None else max(0, min(row.count, row.prompt_len - 1 - row.start))
+
+
 def _tables(rows: Rows[Row]) -> Tensor:
     """The rows' blocks: int32 [rows, most blocks], filled up with block 0."""
     tables = np.zeros((len(rows), max(len(row.blocks) for row in rows)), dtype=np.int32)
@@ -130,9 +140,7 @@ def _batch(rows: Rows[Row], drafts: list[list[int]], tables: Tensor) -> tuple[Ba
         token_ids += drafted
         positions += range(row.start, row.start + fed)
         seq_of += [index] * fed
-        prompt_rows = 0
-        if row.prompt_logprobs is not None:
-            prompt_rows = max(0, min(row.count, row.prompt_len - 1 - row.start))
+        prompt_rows = prompt_rows_of(row)
         outs.append(_Out(len(out_rows), prompt_rows))
         out_rows += range(base, base + prompt_rows)
         if row.samples:

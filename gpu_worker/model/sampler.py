@@ -72,6 +72,11 @@ def draw(raw: np.ndarray, row: SampleRow) -> Sampled:
     return Sampled(best, _logprob(raw, best, row.sampling.logprobs))
 
 
+def failure(column: int) -> str:
+    """The line for the user of a draw that found no token: -1 the logits are not finite, -2 every token is banned."""
+    return _FAILED[column].error
+
+
 def draft(raw: np.ndarray, row: SampleRow, candidates: Candidates | None) -> int:
     """The token that `draw` would take from float32 logits [vocab], or [candidates]; -1 if there is none.
 
