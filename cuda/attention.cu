@@ -33,15 +33,14 @@ constexpr int ROW_THREADS = 32 * WARPS / TILE;  // threads that share a row of a
 // A row in shared memory is 16 bytes longer than its data: 8 rows at one column then lie in different banks.
 template <int D>
 constexpr int PITCH = D + 8;
-// A warp's keys and values are as large as its part, float [TILE][pitch], which takes their place.
+// A warp's keys and values are as large as its part, float [TILE][PITCH], which takes their place.
 static_assert(TILE == BLOCK_CELLS, "a warp's buffers hold its part");
 
 // The arguments that say what a warp reads.
 struct Cells {
-  const unsigned char* keys;    // of this layer and head in block 0
+  const unsigned char* keys;  // of this layer and head in block 0
   const unsigned char* values;
   i64 block_bytes;
-  const int* table;
   int first, last;  // cells that are read at all
 };
 
@@ -64,15 +63,16 @@ __device__ __forceinline__ void load_cells(bf16* to, const unsigned char* from, 
   }
 }
 
-// One warp: its quarter of a split, cells `begin` and on. Leaves its part, float [TILE][pitch], in its buffers.
-// `position`: of rows lane / 4 and lane / 4 + 8 of the tile (-1: no such row). `held`: the queries' fragments, if HOLD.
+// One warp: its quarter of a split, cells `begin` and on, in the blocks whose numbers the first lanes hold. Leaves its part,
+// float [TILE][PITCH], in its buffers. `position`: of rows lane / 4 and lane / 4 + 8 of the tile (-1: no such row); `held`: the
+// queries' fragments, if HOLD.
 template <int D, bool HOLD>
 __device__ __forceinline__ void attend_quarter(bf16* buffers, Softmax* softmax, const bf16* queries, const unsigned (*held)[4],
-                                               const Cells& cells, int begin, const int* position, float scale, int lane) {
+                                               const Cells& cells, int begin, int numbers, const int* position, float scale,
+                                               int lane) {
   bf16* keys = buffers;
   bf16* values = buffers + BLOCK_CELLS * PITCH<D>;
   const int blocks = min(WARP_BLOCKS, (cells.last - begin + BLOCK_CELLS) / BLOCK_CELLS);
-  const int numbers = lane < blocks ? cells.table[begin / BLOCK_CELLS + lane] : 0;
   float o[D / 8][4] = {};
   float top[2] = {-INFINITY, -INFINITY}, sum[2] = {};
   if (blocks > 0) {
@@ -225,10 +225,10 @@ __device__ __forceinline__ void attend(bf16* out, const bf16* q, const unsigned 
                                        const int* seq_of, const int* seats, const int* tables, int table_stride, int heads,
                                        int kv_heads, int layer, int first, float scale, float* part_o, float* part_ml,
                                        unsigned* done) {
-  constexpr bool HOLD = D <= 128;  // queries in registers; for D = 256 they would not fit beside the output's 128
-  const int tile = blockIdx.x, kv_head = blockIdx.y, count = tile_count[tile];
+  constexpr bool HOLD = D == 64;  // queries in registers; larger ones would cost a thread block of each multiprocessor
+  const int tile = blockIdx.x, kv_head = blockIdx.y, count = tile_count[tile], begin_row = tile_row[tile];
   if (count <= 0) return;
-  const int begin_row = tile_row[tile], group = heads / kv_heads, last = positions[begin_row + count - 1];
+  const int group = heads / kv_heads, last = positions[begin_row + count - 1], sequence = seq_of[begin_row];
   if (last < 0) return;
   const int splits = last / SPLIT + 1;
   const bool walk = gridDim.z == 1;
@@ -243,6 +243,14 @@ __device__ __forceinline__ void attend(bf16* out, const bf16* q, const unsigned 
   bf16* queries = reinterpret_cast<bf16*>(softmax + WARPS * TILE);
   unsigned* order = reinterpret_cast<unsigned*>(queries + TILE * PITCH<D>);
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const int* table = tables + (i64)seats[sequence] * table_stride;
+  // Numbers of the warp's blocks, a lane each, read ahead of their use.
+  const auto block_numbers = [&](int split) {
+    const int block = (split * WARPS + warp) * WARP_BLOCKS + lane;
+    return lane < WARP_BLOCKS && block <= last / BLOCK_CELLS ? table[block] : 0;
+  };
+  const int first_split = walk ? 0 : blockIdx.z;
+  int numbers = block_numbers(first_split);
 
   // This thread's share of queries, parts and total: 4 columns of 32, from `column` on, of one row.
   const int row = threadIdx.x / ROW_THREADS, column = threadIdx.x % ROW_THREADS * 4, own = row * PITCH<D> + column;
@@ -269,8 +277,7 @@ __device__ __forceinline__ void attend(bf16* out, const bf16* q, const unsigned 
     for (int k = 0; k < D / 16; ++k) load_matrices(held[k], queries + lane % 16 * PITCH<D> + k * 16 + lane / 16 * 8);
   }
   const unsigned char* layer_cells = pool + head_cells(0, 0, layer, 0, kv_head, kv_heads, D);
-  const Cells cells = {layer_cells, layer_cells + (i64)kv_heads * BLOCK_CELLS * D * 2, block_bytes,
-                       tables + (i64)seats[seq_of[begin_row]] * table_stride, first, last};
+  const Cells cells = {layer_cells, layer_cells + (i64)kv_heads * BLOCK_CELLS * D * 2, block_bytes, first, last};
   const i64 parts = ((i64)tile * kv_heads + kv_head) * gridDim.z;
   part_o += parts * TILE * D + row * D + column;
   part_ml += (parts * TILE + row) * 2;
@@ -278,9 +285,10 @@ __device__ __forceinline__ void attend(bf16* out, const bf16* q, const unsigned 
   bf16* buffers = reinterpret_cast<bf16*>(quarters + warp * TILE * PITCH<D>);
   Softmax sum = {-INFINITY, 0.f}, part;
 #pragma unroll 1
-  for (int split = walk ? 0 : blockIdx.z; split < splits; ++split) {
-    const int begin = split * SPLIT + warp * WARP_BLOCKS * BLOCK_CELLS;
-    attend_quarter<D, HOLD>(buffers, softmax + warp * TILE, queries, held, cells, begin, position, scale, lane);
+  for (int split = first_split; split < splits; ++split) {
+    const int begin = (split * WARPS + warp) * WARP_BLOCKS * BLOCK_CELLS, next = block_numbers(split + 1);
+    attend_quarter<D, HOLD>(buffers, softmax + warp * TILE, queries, held, cells, begin, numbers, position, scale, lane);
+    numbers = next;
     __syncthreads();
     float* to = walk ? quarters + own : part_o + (i64)split * TILE * D;
     part = fold_quarters<D>(to, quarters + own, softmax + row, scale);
