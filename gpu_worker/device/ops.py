@@ -1,4 +1,4 @@
-"""The kernels of cuda/*.cu as Python sees them: which file holds each, what it is launched with, and how its arguments are packed.
+"""The kernels of cuda/*.cu as Python sees them: the file of each, what it is launched with, how its arguments are packed.
 
 A launch is prepared once, with all its arguments, and then costs one call: what varies between steps lies in arrays on the
 card (`device/step_buffers.py`), never in the arguments.
@@ -35,14 +35,15 @@ KERNELS: dict[str, Kernel] = {
     "keep_hidden": Kernel("norm.cu", 256, _POOL + "7Pii"),
     "keep_accepted": Kernel("norm.cu", 256, _POOL + "8Pii"),
     "silu_mul": Kernel("mlp.cu", 256, "PPii"),
-    "delta_check": Kernel("delta.cu", 32, "Pqq6P"),
+    "delta_check": Kernel("delta.cu", 1, "Pqq6P"),
     "delta_log": Kernel("delta.cu", 256, "P4qiiPi6P4i"),
     "delta_gate": Kernel("delta.cu", 256, "3Pii2Piif"),
-    "delta_finish": Kernel("delta.cu", 32, "Pqq6P"),
+    "delta_finish": Kernel("delta.cu", 1, "Pqq6P"),
 }
 for _dim in (64, 96, 128, 256):
+    _attend_bytes = 16 * (5 * 4 * (_dim + 8) + 2 * (_dim + 8) + 32) + 16
     KERNELS[f"write_cells_d{_dim}"] = Kernel("cells.cu", 256, "PPqP4i4Pi2Pi2P3if")
-    KERNELS[f"attend_d{_dim}"] = Kernel("attention.cu", 128, "3PqPi6Pi4if3P")
+    KERNELS[f"attend_d{_dim}"] = Kernel("attention.cu", 128, "3PqPi6Pi4if3P", _attend_bytes)
 for _dim in (32, 64, 128):
     KERNELS[f"delta_inputs_k{_dim}"] = Kernel("delta.cu", 256, "6PqqiP3i7P4i")
     KERNELS[f"delta_rule_k{_dim}"] = Kernel("delta.cu", 128, "7P6qi5P3i")

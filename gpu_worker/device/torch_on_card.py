@@ -41,6 +41,12 @@ class TorchOnCard:
         torch.cuda.synchronize(self.device)
         return tensor.cpu()
 
+    def put(self, target: Tensor, rows: Tensor) -> None:
+        """Copy `rows` into the first rows of `target` on the card, after all work enqueued so far; complete when this returns."""
+        torch.cuda.synchronize(self.device)
+        target[: len(rows)].copy_(rows)
+        torch.cuda.synchronize(self.device)
+
     def streaming(self) -> AbstractContextManager:
         """`linear` is to be called within this."""
         return torch.cuda.stream(self._stream)

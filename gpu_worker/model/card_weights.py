@@ -13,6 +13,7 @@ from wire.model_spec import ModelError, ModelSpec
 
 HEAD_DIMS, KEY_DIMS = (64, 96, 128, 256), (32, 64, 128)  # that there are kernels for
 QUERY_HEADS = 16  # a key-value head, at most
+ALIGNED = 8  # outputs of a product are a multiple of this: kernels read 16 bytes at once
 
 
 class Source(Protocol):
@@ -57,7 +58,7 @@ class CardDelta:
     """A gated delta net."""
 
     norm: Tensor  # float32 [hidden]
-    mixed: Product  # outputs: channels of the convolution, output gate, decay and strength of each value head
+    mixed: Product  # outputs: channels of the convolution, output gate, decay and strength of each value head, padding
     conv: Tensor  # float32 [taps, channels]
     dt_bias: Tensor  # float32 [value_heads]
     decay: Tensor  # float32 [value_heads]: -exp(A_log)
@@ -103,9 +104,7 @@ def check(spec: ModelSpec) -> None:
         if width % 8:
             raise ModelError(f"on a card the model's width ({name}) must be a multiple of 8, it is {width}; use --device cpu")
     if spec.head_dim not in HEAD_DIMS:
-        raise ModelError(
-            f"on a card heads have {_list(HEAD_DIMS)} dimensions, this model's have {spec.head_dim}; use --device cpu"
-        )
+        raise ModelError(f"on a card heads have {_list(HEAD_DIMS)} dimensions, here {spec.head_dim}; use --device cpu")
     if (group := spec.num_heads // spec.num_kv_heads) > QUERY_HEADS:
         raise ModelError(f"on a card at most {QUERY_HEADS} query heads share one of keys, here {group} do; use --device cpu")
     if (delta := spec.delta) and (delta.key_dim not in KEY_DIMS or delta.value_dim % 32):
@@ -209,7 +208,11 @@ class _Loader:
                 for part in parts
             ]
             bias = self.on_card.upload(torch.cat(found))
-        return Product(self.on_card.upload(torch.cat([source.dense(part, dtype) for part in parts])), bias)
+        weights = [source.dense(part, dtype) for part in parts]
+        if padding := -sum(map(len, weights)) % ALIGNED:
+            assert bias is None, "a padded product has no bias"
+            weights.append(torch.zeros(padding, weights[0].shape[1], dtype=dtype))
+        return Product(self.on_card.upload(torch.cat(weights)), bias)
 
 
 def _list(numbers: tuple[int, ...]) -> str:
