@@ -9,18 +9,19 @@ from collections.abc import Sequence as Rows
 from typing import Protocol
 
 import torch
+from msgspec import structs
 from torch import Tensor
 
 from gpu_worker.device.cuda import Card, Graph
 from gpu_worker.device.step_buffers import Shape, StepBuffers
 from gpu_worker.model.sampler import failure, token_logprobs
 from gpu_worker.policy.events import Plan, Row, RowResult, StepDone
-from gpu_worker.staging import Geometry, Seats, Staged, stage
+from gpu_worker.staging import Cut, Seats, Staged, stage
 
 GRAPHS = 96  # that are kept
 
 
-class EnqueuedModel(Protocol):
+class EnqueuedModel(Cut, Protocol):
     """What a step needs of a model on a card. What is enqueued depends on the shape and on addresses only."""
 
     buffers: StepBuffers
@@ -28,14 +29,21 @@ class EnqueuedModel(Protocol):
     def enqueue_drafts(self, shape: Shape) -> None: ...
     def enqueue_forward(self, shape: Shape) -> None: ...
     def enqueue_draws(self, shape: Shape) -> None: ...
-    def read_logits(self, outs: list[int]) -> Tensor: ...  # float32 [n, vocab] in host memory, of a step that is over
+    def enqueue_logits(self, first: int, count: int) -> None: ...  # of rows that go to the head, at most Limits.draws
+    def logits_rows(self, count: int) -> Tensor: ...  # float32 [count, vocab] on the card, what the last two left there
+
+
+class Downloads(Protocol):
+    """What a step needs of torch on a card."""
+
+    def download(self, tensor: Tensor) -> Tensor: ...  # to host memory, when all that was enqueued is over
 
 
 class CardRunner:
     """The model on a card, its step buffers and graphs. The results of a step are seen before the next begins."""
 
-    def __init__(self, card: Card, model: EnqueuedModel, geometry: Geometry) -> None:
-        self._card, self._model, self._geometry = card, model, geometry
+    def __init__(self, card: Card, on_card: Downloads, model: EnqueuedModel) -> None:
+        self._card, self._on_card, self._model = card, on_card, model
         buffers = model.buffers
         self._buffers = buffers
         self._seats = Seats(buffers.limits.seats, buffers.tables, buffers.upload_table)
@@ -46,7 +54,7 @@ class CardRunner:
     def step(self, plan: Plan) -> StepDone:
         """Feed every row of the plan and its drafts in one forward pass; draw the tokens of those that reach their newest."""
         rows, buffers = plan.rows, self._buffers
-        staged = stage(rows, self._seats.place(rows), buffers, self._geometry)
+        staged = stage(rows, self._seats.place(rows), buffers, self._model)
         buffers.upload()
         if staged.repeats:
             self._graphs.run(staged.shape, self._enqueue)
@@ -74,26 +82,38 @@ class CardRunner:
         back = self._buffers.back
         drawn, accepted = back["drawn"][: staged.shape.draws].tolist(), back["accepted"][: len(rows)].tolist()
         results = []
-        for index, row in enumerate(rows):
-            first = staged.first_draw[index]
-            tokens, error = ([], "") if first < 0 else _judged(drawn[first : first + 1 + accepted[index]])
-            if row.sampling.logprobs is None and not staged.prompt_rows[index]:
-                results.append(RowResult(row.request_id, tokens, error=error))
-            else:
-                results.append(self._with_logprobs(row, staged, index, tokens, error))
+        for row, first, agreed in zip(rows, staged.first_draw, accepted):
+            tokens, error = _judged(drawn[first : first + 1 + agreed]) if first >= 0 else ([], "")
+            results.append(RowResult(row.request_id, tokens, error=error))
+        if any(row.sampling.logprobs is not None for row in rows):
+            results = [self._with_logprobs(*one) for one in zip(rows, staged.first_draw, results)]
+        if any(staged.prompt_rows):
+            results = self._with_prompt_logprobs(rows, staged, results)
         return results
 
-    def _with_logprobs(self, row: Row, staged: Staged, index: int, tokens: list[int], error: str) -> RowResult:
-        logprobs, prompt_logprobs = [], []
-        if tokens and row.sampling.logprobs is not None:
-            first = staged.first_draw[index]
-            logits = self._model.read_logits(range(first, first + len(tokens)))
-            logprobs = token_logprobs(logits, tokens, row.sampling.logprobs)
-        if count := staged.prompt_rows[index]:
-            first = staged.first_out[index]
+    def _with_logprobs(self, row: Row, first: int, result: RowResult) -> RowResult:
+        """The logits are those of the draws, which are still there."""
+        count = len(result.tokens)
+        if row.sampling.logprobs is None or not count:
+            return result
+        logits = self._on_card.download(self._model.logits_rows(first + count)[first:])
+        return structs.replace(result, logprobs=token_logprobs(logits, result.tokens, row.sampling.logprobs))
+
+    def _with_prompt_logprobs(self, rows: Rows[Row], staged: Staged, results: list[RowResult]) -> list[RowResult]:
+        """Logits are made piece by piece: there is no room for those of a whole prompt."""
+        at, most = staged.shape.draws, self._buffers.limits.draws
+        found = []
+        for row, count, result in zip(rows, staged.prompt_rows, results, strict=True):
             targets = row.tokens[row.start + 1 : row.start + 1 + count]
-            prompt_logprobs = token_logprobs(self._model.read_logits(range(first, first + count)), targets, row.prompt_logprobs)
-        return RowResult(row.request_id, tokens, logprobs, prompt_logprobs, error)
+            logprobs = []
+            for first in range(0, count, most):
+                part = targets[first : first + most]
+                self._model.enqueue_logits(at + first, len(part))
+                logits = self._on_card.download(self._model.logits_rows(len(part)))
+                logprobs += token_logprobs(logits, part, row.prompt_logprobs)
+            at += count
+            found.append(structs.replace(result, prompt_logprobs=logprobs))
+        return found
 
 
 def _judged(drawn: list[int]) -> tuple[list[int], str]:

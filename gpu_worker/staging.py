@@ -8,6 +8,7 @@ from bisect import bisect_left
 from collections.abc import Callable
 from collections.abc import Sequence as Rows
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 
@@ -15,31 +16,15 @@ from gpu_worker.device.step_buffers import Limits, Shape, StepBuffers
 from gpu_worker.policy.events import Row
 from gpu_worker.runner import prompt_rows_of, wanted_drafts
 
-SPLIT_CELLS = 256  # of attention
-TILE_ROWS = 16  # query rows of one tile of attention: rows of the step times the query heads that share a key-value head
+ROWS_STEP = 16  # of a step that feeds prompts: rounding up makes its shape come again now and then, so less is prepared
 
 
-@dataclass(frozen=True, slots=True)
-class Geometry:
-    """What of the model and the card decides how attention is cut."""
-
-    group: int  # query heads of each key-value head
-    kv_heads: int
-    processors: int  # of the card
-    splits_most: int  # that the workspace holds of a row; 1: none
+class Cut(Protocol):
+    """How a model cuts attention."""
 
     @property
-    def tile_rows(self) -> int:
-        """Rows of one sequence in a tile."""
-        return TILE_ROWS // self.group
-
-    def splits(self, longest: int, tiles: int) -> int:
-        """In how many parts rows of up to `longest` cells are worked on at once: one, unless processors would be idle."""
-        needed = -(-longest // SPLIT_CELLS)
-        wanted = 1 << (needed - 1).bit_length()
-        if tiles * self.kv_heads >= 2 * self.processors or wanted > self.splits_most:
-            return 1
-        return wanted
+    def tile_rows(self) -> int: ...  # rows of one sequence in a tile
+    def splits(self, tiles: int, longest: int) -> int: ...  # parts in which a row of up to `longest` cells is worked on at once
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,8 +34,7 @@ class Staged:
     shape: Shape
     repeats: bool  # a step of decodes, so its shape comes again
     first_draw: list[int]  # index of its first draw; -1: none
-    first_out: list[int]  # index among the rows that go to the head of its first row for prompt logprobs
-    prompt_rows: list[int]  # how many those are
+    prompt_rows: list[int]  # how many go to the head for prompt logprobs, behind all draws, those of one row after another
 
 
 class Seats:
@@ -108,7 +92,7 @@ class _Seat:
         self.used = 0  # the last step it had a row in
 
 
-def stage(rows: Rows[Row], seats: list[int], buffers: StepBuffers, geometry: Geometry) -> Staged:
+def stage(rows: Rows[Row], seats: list[int], buffers: StepBuffers, cut: Cut) -> Staged:
     """Fill in the host's arrays for one step. Each sequence's rows follow one another: its tokens, then its drafts."""
     b, count = buffers, len(rows)
     b.clear()
@@ -118,34 +102,45 @@ def stage(rows: Rows[Row], seats: list[int], buffers: StepBuffers, geometry: Geo
     counts = fed + drafts
     begins = _before(counts)
     total, depth = int(counts.sum()), int(drafts.max())
-    in_order = np.arange(count, dtype=np.int32)
 
     b.row_begin[:count], b.row_count[:count], b.drafts[:count] = begins, counts, drafts
     b.known[:count] = starts + fed
     b.seats[:count] = seats
     b.slots[:count] = [max(row.state_slot, 0) for row in rows]
-    b.seq_of[:total] = np.repeat(in_order, counts)
+    b.seq_of[:total] = np.repeat(np.arange(count, dtype=np.int32), counts)
     b.positions[:total] = np.arange(total, dtype=np.int32) + np.repeat(starts - begins, counts)
-    repeats = total == count + int(drafts.sum())  # one token of each
-    if repeats:
-        b.tokens[begins] = [row.tokens[row.start] for row in rows]
-    else:
-        for row, begin in zip(rows, begins.tolist(), strict=True):
-            b.tokens[begin : begin + row.count] = row.tokens[row.start : row.start + row.count]
     for pass_ in range(depth):
         drafting = drafts > pass_
         b.draft_positions[pass_, :count] = np.where(drafting, starts + pass_, -1)
         b.draft_tiles[pass_, :count] = drafting
-
-    tiles = _stage_tiles(b, begins, counts, geometry.tile_rows)
-    first_draw, first_out, prompt_rows, draws, outs = _stage_outs(b, rows, begins, fed, drafts)
-    longest = int((starts + counts).max())
-    if repeats and draws == outs == total:
-        shape = _rounded(count, depth, longest, b.limits, geometry)
+    decodes = bool((fed == 1).all())
+    if decodes:
+        b.tokens[begins] = [row.tokens[row.start] for row in rows]
     else:
-        repeats = False
-        shape = Shape(total, count, tiles, outs, draws, depth, geometry.splits(longest, tiles))
-    return Staged(shape, repeats, first_draw, first_out, prompt_rows)
+        for row, begin in zip(rows, begins.tolist(), strict=True):
+            b.tokens[begin : begin + row.count] = row.tokens[row.start : row.start + row.count]
+
+    tiles = _stage_tiles(b, begins, counts, cut.tile_rows)
+    samples = np.array([row.samples for row in rows])
+    prompt_rows = [prompt_rows_of(row) for row in rows]
+    repeats = decodes and bool(samples.all()) and not any(prompt_rows)
+    first_draw, draws = _stage_draws(b, samples, begins + fed - 1, drafts)
+    if repeats:
+        shape = _of_decodes(count, depth, int((starts + counts).max()), b.limits, cut)
+        return Staged(shape, True, first_draw, prompt_rows)
+    draws = round_up(draws, b.limits.draws) if draws else 0
+    outs = _stage_prompt_rows(b, begins, prompt_rows, draws)
+    tiles = round_up(tiles, b.limits.rows)
+    shape = Shape(
+        rows=min(-(-total // ROWS_STEP) * ROWS_STEP, b.limits.rows),
+        sequences=round_up(count, b.limits.sequences),
+        tiles=tiles,
+        outs=outs,
+        draws=draws,
+        depth=depth,
+        splits=cut.splits(tiles, int((starts + counts).max())),
+    )
+    return Staged(shape, False, first_draw, prompt_rows)
 
 
 def _stage_tiles(b: StepBuffers, begins: np.ndarray, counts: np.ndarray, tile_rows: int) -> int:
@@ -158,34 +153,32 @@ def _stage_tiles(b: StepBuffers, begins: np.ndarray, counts: np.ndarray, tile_ro
     return tiles
 
 
-def _stage_outs(
-    b: StepBuffers, rows: Rows[Row], begins: np.ndarray, fed: np.ndarray, drafts: np.ndarray
-) -> tuple[list[int], list[int], list[int], int, int]:
-    """The rows that go to the head: first those that are drawn from, then those for prompt logprobs."""
-    samples = np.array([row.samples for row in rows])
+def _stage_draws(b: StepBuffers, samples: np.ndarray, newest: np.ndarray, drafts: np.ndarray) -> tuple[list[int], int]:
+    """The first draw of each sequence, -1 for none, and how many draws there are. `newest`: the row of its newest token."""
     each = np.where(samples, 1 + drafts, 0)
     draws = int(each.sum())
     first = _before(each)
-    first_draw = np.where(samples, first, -1)
-    b.first_draw[: len(rows)] = first_draw
-    b.draw_seq[:draws] = np.repeat(np.arange(len(rows), dtype=np.int32), each)
-    b.out_rows[:draws] = np.arange(draws, dtype=np.int32) + np.repeat(begins + fed - 1 - first, each)
-    first_out, prompt_rows, at = [], [], draws
-    for row, begin in zip(rows, begins, strict=True):
-        wanted = prompt_rows_of(row)
-        b.out_rows[at : at + wanted] = np.arange(begin, begin + wanted)
-        first_out.append(at)
-        prompt_rows.append(wanted)
-        at += wanted
-    return first_draw.tolist(), first_out, prompt_rows, draws, at
+    b.first_draw[: len(each)] = np.where(samples, first, -1)
+    b.draw_seq[:draws] = np.repeat(np.arange(len(each), dtype=np.int32), each)
+    b.out_rows[:draws] = np.arange(draws, dtype=np.int32) + np.repeat(newest - first, each)
+    return b.first_draw[: len(each)].tolist(), draws
 
 
-def _rounded(count: int, depth: int, longest: int, limits: Limits, geometry: Geometry) -> Shape:
+def _stage_prompt_rows(b: StepBuffers, begins: np.ndarray, prompt_rows: list[int], draws: int) -> int:
+    """The rows for prompt logprobs go to the head behind those for `draws`; how many rows do in all."""
+    at = draws
+    for begin, count in zip(begins.tolist(), prompt_rows, strict=True):
+        b.out_rows[at : at + count] = range(begin, begin + count)
+        at += count
+    return at
+
+
+def _of_decodes(count: int, depth: int, longest: int, limits: Limits, cut: Cut) -> Shape:
     """The shape of a step of decodes: sequences rounded up, and as many rows as if each had all drafts."""
     sequences = round_up(count, limits.sequences)
     rows = sequences * (1 + depth)
-    tiles = sequences * -(-(1 + depth) // geometry.tile_rows)
-    return Shape(rows, sequences, tiles, rows, rows, depth, geometry.splits(longest, tiles))
+    tiles = sequences * -(-(1 + depth) // cut.tile_rows)
+    return Shape(rows, sequences, tiles, rows, rows, depth, cut.splits(tiles, longest))
 
 
 _STEPS = sorted(n << k for k in range(12) for n in (1, 3))  # up to 6144
