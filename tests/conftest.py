@@ -5,7 +5,11 @@ from pathlib import Path
 
 import pytest
 
+from tests.cuda.fake.overlay import sitecustomize
+
 HERE = Path(__file__).parent
+
+sitecustomize.install()  # torch_on_card is that of the fake driver; before anybody imports the real one
 
 
 def pytest_configure() -> None:
