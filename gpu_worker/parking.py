@@ -1,7 +1,8 @@
 """The worker's end of the host cache: leases, copies in bounded pieces, deadlines, the loss and return of the arena.
 
 It carries the scheduler's actions out and answers with events; what to park and what a denial means is decided there.
-On the CPU the worker's own loop copies, through `copy`. Nothing here blocks.
+The worker's loop leads the copies, through `copy`: on the CPU it copies itself, a card copies beside it. Nothing here blocks
+but `close`.
 
 A lease has two numbers: the host cache's, which may come again after its restart, and one that this worker never gives twice
 and that the scheduler knows.
@@ -9,12 +10,12 @@ and that the scheduler knows.
 
 import logging
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Generator, Iterable
 from dataclasses import dataclass
 
 from gpu_worker.device.copies import image_checksum
 from gpu_worker.hostcache_socket import HostCacheGone, HostCacheSocket, fitting
-from gpu_worker.image import BlockStore, Copy, Image, Pieces
+from gpu_worker.image import BlockStore, Copy, Image, ImageCopies, MappedArena, Pieces
 from gpu_worker.policy.events import (
     Event,
     HostCacheLost,
@@ -33,6 +34,7 @@ from wire.messages import Attached, Denied, Granted, HeldLease, Reclaim
 DEADLINE_S = 1.0  # of an ask
 RECONNECT_S = 0.5
 RETRY_S = 0.05  # between tries to send to a host cache that does not read
+POLL_S = 0.001  # between looks at copies that all wait for their device
 RETURN_S = 5.0  # how long images wait for a stored arena to come back with its host cache
 
 log = logging.getLogger("parkade")
@@ -49,21 +51,32 @@ class Ask:
 class Parking:
     """Owns the connection, the mapping of the arena, the leases of this worker and the copies under way."""
 
-    def __init__(self, kv: BlockStore, path: str, worker_identity: str, clock: Callable[[], float]) -> None:
-        """`path`: the host cache's socket, which need not exist; `worker_identity`: name-pid-boot; `clock`: monotonic seconds."""
-        self._pieces = Pieces(kv, worker_identity)
+    def __init__(
+        self,
+        kv: BlockStore | None,
+        path: str,
+        worker_identity: str,
+        clock: Callable[[], float],
+        device: ImageCopies | None = None,
+    ) -> None:
+        """`path`: the host cache's socket, which need not exist; `worker_identity`: name-pid-boot; `clock`: monotonic seconds;
+        `device`: what copies (None: the loop, from and to `kv`, which is in host memory)."""
+        self._device: ImageCopies = device or Pieces(kv, worker_identity)
         self._identity = worker_identity
         self._clock = clock
-        self.unit_bytes = self._pieces.unit_bytes
+        self.unit_bytes = self._device.layout.unit_bytes
+        self._state_units = self._device.layout.state_units
         self._socket = HostCacheSocket(path)
         self._attached = False
         self._arena: Attached | None = None  # what is mapped
-        self._mapping: arena.Mapping | None = None
+        self._mapping: MappedArena | None = None
+        self._reclaims: list[int] = []  # slabs that the host cache wants back
         self._images: dict[int, Image] = {}  # by the scheduler's number
         self._last_lease = 0
         self._asks: dict[int, Ask] = {}
         self._late: set[int] = set()  # asks that passed their deadline and are still unanswered
         self._copies: deque[Copy] = deque()
+        self._stalled = False  # the last `copy` found nothing to do
         self._events: list[Event] = []
         self._connect_at = clock()
         self._lost_at: float | None = None  # when images that wait for their arena are given up
@@ -85,13 +98,14 @@ class Parking:
 
     def poll(self, now: float) -> list[Event]:
         """What has happened since the last call: answers, deadlines, loss. Reconnects when it is time."""
-        if not self._socket.open and now >= self._connect_at:
-            self._connect(now)
+        if not self._socket.open and now >= self._connect_at and not any(copy.abandoned for copy in self._copies):
+            self._connect(now)  # not while the device may still write where the host cache lets others write afterwards
         try:
             for message, fd in self._socket.receive():
                 self._heard(message, fd)
         except HostCacheGone as error:
             self._lose(now, str(error))
+        self._let_go()
         for ask, waiting in list(self._asks.items()):
             if now >= waiting.deadline:
                 self._expire(ask)
@@ -102,22 +116,31 @@ class Parking:
         return events
 
     def copy(self, max_bytes: int) -> list[Event]:
-        """Go on with the copies under way, oldest first, until `max_bytes` are copied: at most one piece more."""
+        """Go on with the copies under way, oldest first, until `max_bytes` are copied: at most one piece more. One that
+        waits for its device lets the next go on."""
         events: list[Event] = []
         copied = 0
-        while self._copies and copied < max_bytes:
-            copy = self._copies[0]
+        for copy in list(self._copies):
             try:
-                copied += copy.go_on(self._clock)
+                while copied < max_bytes and (nbytes := copy.go_on(self._clock)):
+                    copied += nbytes
             except StopIteration as end:
-                self._copies.popleft()
+                self._copies.remove(copy)
                 events.append(self._finish(copy, end.value))
+            if copied >= max_bytes:
+                break
+        self._stalled = not copied and not events
         return events
 
     @property
     def copying(self) -> bool:
         """Whether `copy` has something to do."""
         return bool(self._copies)
+
+    @property
+    def waiting(self) -> bool:
+        """Whether all copies under way wait for their device."""
+        return self._stalled and self.copying
 
     @property
     def connected(self) -> bool:
@@ -139,13 +162,17 @@ class Parking:
             times.append(self._lost_at)
         if self._socket.backlog:
             times.append(now + RETRY_S)
+        if self.waiting or self._reclaims:
+            times.append(now + POLL_S)
         return max(0.0, min(times) - now) if times else None
 
     def close(self) -> None:
-        """End the connection, which gives all leases back, and unmap the arena."""
-        self._drop_copies()
-        self._disconnect()
+        """Unmap the arena, which waits until nothing is copied any more, and end the connection, which gives all leases back."""
+        self._abandon(self._copies)
+        self._copies.clear()
         self._unmap()
+        self._device.close()
+        self._disconnect()
 
     # actions ----------------------------------------------------------------------------------------------------------
     def _reserve(self, action: Reserve, now: float) -> None:
@@ -154,25 +181,25 @@ class Parking:
         elif self._late:  # it does not answer: do not make every park wait for a second
             self._events.append(LeaseDenied(ask=action.ask, reason="timeout"))
         else:
-            nbytes = (action.num_blocks + self._pieces.state_units) * self.unit_bytes
+            nbytes = (action.num_blocks + self._state_units) * self.unit_bytes
             message = messages.Reserve(ask=action.ask, request_id=action.request_id, nbytes=nbytes)
             self._asks[action.ask] = Ask(message, now + DEADLINE_S)
             self._socket.send(message)
 
     def _save(self, action: Save) -> None:
         image = self._images.get(action.lease)
-        if image is None or image.copies or len(action.blocks) + self._pieces.state_units > len(image.offsets):
+        if image is None or image.copies or len(action.blocks) + self._state_units > len(image.offsets):
             self._events.append(Saved(request_id=action.request_id, ok=False))
             return
         image.position, image.num_blocks, image.committed, image.checksums = action.position, len(action.blocks), False, []
-        self._start(Copy(action, image, self._pieces.save(action, image, self._mapping)))
+        self._start(action, image, self._device.save(action, image, self._mapping))
 
     def _load(self, action: Load) -> None:
         image = self._images.get(action.lease)
         if image is None or not image.committed or action.first + len(action.blocks) > image.num_blocks:
             self._events.append(Loaded(request_id=action.request_id, ok=False))
             return
-        self._start(Copy(action, image, self._pieces.load(action, image, self._mapping)))
+        self._start(action, image, self._device.load(action, image, self._mapping))
 
     def _release(self, lease: int) -> None:
         image = self._images.get(lease)
@@ -186,9 +213,10 @@ class Parking:
             self._socket.send(messages.Release(lease=image.number))
 
     # copies -----------------------------------------------------------------------------------------------------------
-    def _start(self, copy: Copy) -> None:
-        copy.image.copies += 1
-        self._copies.append(copy)
+    def _start(self, action: Save | Load, image: Image, pieces: Generator[int, None, bool]) -> None:
+        image.copies += 1
+        self._stalled = False
+        self._copies.append(Copy(action, image, pieces, self._device.beside))
 
     def _finish(self, copy: Copy, ok: bool) -> Event:
         """Book the end of a copy. A save is committed before the scheduler hears of it."""
@@ -247,13 +275,20 @@ class Parking:
 
     def _reclaim(self, slab: int) -> None:
         """Let go of a slab in which no lease lies; should one be granted there later, its pages are entered again."""
-        self._drop(slab)
-        self._socket.send(messages.Reclaimed(slab=slab))
+        if 0 <= slab * self._arena.slab_bytes < self._arena.arena_bytes:
+            self._reclaims.append(slab)
+            self._mapping.drop(slab)
+        else:
+            self._socket.send(messages.Reclaimed(slab=slab))
 
-    def _drop(self, slab: int) -> None:
-        start = slab * self._arena.slab_bytes
-        if 0 <= start < self._arena.arena_bytes:
-            self._mapping.drop(start, min(self._arena.slab_bytes, self._arena.arena_bytes - start))
+    def _let_go(self) -> None:
+        """Answer the reclaims of slabs that have been let go of. One answer for each: a second would stand for the next."""
+        if self._mapping is None:
+            return
+        for slab in self._mapping.dropped():
+            if slab in self._reclaims:
+                self._reclaims.remove(slab)
+                self._socket.send(messages.Reclaimed(slab=slab))
 
     def _expire(self, ask: int) -> None:
         """No answer in time is a denial. An ask that was never sent is taken back; else its late grant will be released."""
@@ -281,7 +316,7 @@ class Parking:
             self._give_up()
         if self._mapping is None:
             try:
-                self._mapping = arena.Mapping(fd, attached.arena_bytes)
+                self._mapping = self._device.map(fd, attached.arena_bytes, attached.slab_bytes)
             except OSError as error:  # a limit on address space: serve without a host cache
                 raise HostCacheGone(f"its arena cannot be mapped: {error.strerror}") from None
         kept = set(attached.kept)
@@ -290,7 +325,7 @@ class Parking:
         used = {at // attached.slab_bytes for image in self._images.values() for at, _ in image.extents}
         for slab in range(-(-attached.arena_bytes // attached.slab_bytes)):
             if slab not in used:  # the host cache may have given it back, and taken it again, while nobody could say Reclaim
-                self._drop(slab)
+                self._mapping.drop(slab)
         log.info("attached to the host cache: arena of %d MiB, %d leases kept", attached.arena_bytes >> 20, len(kept))
 
     def _lose(self, now: float, why: str) -> None:
@@ -310,9 +345,7 @@ class Parking:
         self._lost_at = now + RETURN_S
         self._events += [LeaseDenied(ask=ask, reason="no_host_cache") for ask in self._asks]
         self._asks.clear()
-        for copy in [copy for copy in self._copies if isinstance(copy.action, Save)]:
-            self._copies.remove(copy)
-            self._events.append(copy.ended(False))
+        self._events += self._abandon(copy for copy in self._copies if isinstance(copy.action, Save))
         self._images = {lease: image for lease, image in self._images.items() if image.committed and not image.released}
 
     def _give_up(self) -> None:
@@ -321,17 +354,23 @@ class Parking:
         self._events.append(HostCacheLost())
         self._asks.clear()
         self._images.clear()
-        self._events += self._drop_copies()
+        self._events += self._abandon(self._copies)
         self._unmap()
 
-    def _drop_copies(self) -> list[Event]:
-        ended = [copy.ended(False) for copy in self._copies]
-        self._copies.clear()
+    def _abandon(self, copies: Iterable[Copy]) -> list[Event]:
+        """Stop copies, and the events of those that have ended. What a device has begun ends later, in `copy`: until then
+        its blocks are not to be used."""
+        ended = []
+        for copy in list(copies):
+            if copy.abandon():
+                self._copies.remove(copy)
+                ended.append(copy.ended(False))
         return ended
 
     def _disconnect(self) -> None:
         self._attached = False
         self._late.clear()
+        self._reclaims.clear()
         self._socket.close()
 
     def _unmap(self) -> None:

@@ -70,7 +70,8 @@ class Worker:
                     self._handle(event)
             now = time.monotonic()
             self._tend(now)
-            wait_s = 0.0 if plan.rows or plan.actions or self.parking.copying else self._wait_s(now)
+            copying = self.parking.copying and not self.parking.waiting
+            wait_s = 0.0 if plan.rows or plan.actions or copying else self._wait_s(now)
         self._act(self.scheduler.plan(time.monotonic()).actions, time.monotonic())
         self._send(messages.Goodbye("drained" if self.draining else "stopped"))
         self.parking.close()

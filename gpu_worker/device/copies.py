@@ -15,6 +15,10 @@ PIECE_BYTES = 256 << 10  # the copy can stop after each
 _MASK = 2**64 - 1
 
 
+class Abandoned(Exception):
+    """Thrown into a copy under way: nothing more is to be copied. It may go on to yield 0 while its device has not ended."""
+
+
 def tag_seed(worker: str, request_id: str, layout: str, position: int) -> int:
     """Seed (64 bits) of an image: who wrote it, for which request, in which layout, at which number of cells."""
     return xxhash.xxh3_64_intdigest("\0".join((worker, request_id, layout, str(position))).encode())

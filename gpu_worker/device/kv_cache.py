@@ -90,6 +90,17 @@ class KvCache:
         """Size of one state slot; 0 where the model has no recurrent state."""
         return self.states.slot_bytes if self.states else 0
 
+    @property
+    def address(self) -> int:
+        """Of block 0, on the device."""
+        return self.memory.data_ptr()
+
+    def state_address(self, index: int) -> int:
+        """Of one state slot, on the device."""
+        if self.states is None or not 0 <= index < self.states.slots:
+            raise IndexError(f"state slot {index} of {self.states.slots if self.states else 0}")
+        return self.states.flat.data_ptr() + index * self.states.slot_bytes
+
     def row(self, block: Tensor, layer: Tensor | int, part: Tensor | int, head: Tensor | int) -> Tensor:
         """Index into `rows` of one head's keys (part 0) or values (part 1) of a block: all `block_size` cells in one row."""
         heads = self.tensor.shape[3]
