@@ -28,7 +28,7 @@ SANITIZER = {
     "": ["-O2"],
     # without the last flag ASan leaves out variables in sections of their own, that is __shared__ ones
     "asan": ["-O1", "-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=undefined", "-fsanitize-sections=kshim_shared"],
-    "tsan": ["-O1", "-g", "-fsanitize=thread"],
+    "tsan": ["-O1", "-g", "-fsanitize=thread", "-Wno-tsan"],  # it says that it does not see fences
 }
 POINTEES = {
     "f": {torch.float32},
