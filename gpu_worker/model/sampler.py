@@ -146,7 +146,12 @@ def _noise(hashed: np.ndarray) -> np.ndarray:
 
 def stream_key(seed: int, position: int) -> int:
     """Where the counter hash of one draw starts: 64 bits."""
-    return _mix64(_mix64(seed & _MASK) + position * _GOLDEN & _MASK)
+    return _mix64(seed_key(seed) + position * _GOLDEN & _MASK)
+
+
+def seed_key(seed: int) -> int:
+    """What of `stream_key` the seed alone decides: 64 bits."""
+    return _mix64(seed & _MASK)
 
 
 def _mix64(x: int) -> int:
