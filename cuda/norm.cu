@@ -69,11 +69,11 @@ __device__ __forceinline__ void norm_row(bf16* y, const T* row, const float* wei
   __syncthreads();
 }
 
-// The hidden row in the block of a sequence's cell at `position`.
-__device__ __forceinline__ float* kept_row(unsigned char* pool, i64 block_bytes, i64 hidden_at, const int* tables,
-                                           int table_stride, int seat, int position) {
+// Where in the pool the hidden row lies that the block of a sequence's cell at `position` keeps.
+__device__ __forceinline__ i64 kept_row(i64 block_bytes, i64 hidden_at, const int* tables, int table_stride, int seat,
+                                        int position) {
   const int block = tables[(i64)seat * table_stride + position / BLOCK_CELLS];
-  return reinterpret_cast<float*>(pool + (i64)block * block_bytes + hidden_at);
+  return (i64)block * block_bytes + hidden_at;
 }
 
 __device__ __forceinline__ void keep_row(float* to, const bf16* from, int hidden) {
@@ -173,7 +173,8 @@ extern "C" __global__ void __launch_bounds__(256, 4)
   }
   const float* before = nullptr;
   if (position > 0)
-    before = kept_row(const_cast<unsigned char*>(pool), block_bytes, hidden_at, tables, table_stride, seats[sequence], position - 1);
+    before = reinterpret_cast<const float*>(
+        pool + kept_row(block_bytes, hidden_at, tables, table_stride, seats[sequence], position - 1));
   norm_row(out + hidden, before, hidden_norm, hidden, eps, shared);
 }
 KERNEL_EXPORT(pair)
@@ -195,7 +196,8 @@ extern "C" __global__ void __launch_bounds__(256, 4)
   if (depth > 0)
     row = before + (i64)i * hidden;
   else if (position > 0)
-    row = kept_row(const_cast<unsigned char*>(pool), block_bytes, hidden_at, tables, table_stride, seats[i], position - 1);
+    row = reinterpret_cast<const float*>(
+        pool + kept_row(block_bytes, hidden_at, tables, table_stride, seats[i], position - 1));
   norm_row(out + hidden, row, hidden_norm, hidden, eps, shared);
 }
 KERNEL_EXPORT(pair_draft)
@@ -210,8 +212,8 @@ extern "C" __global__ void __launch_bounds__(256, 4)
   const int sequence = seq_of[r];
   const bool last = r == row_begin[sequence] + row_count[sequence] - 1;
   if (!last && position % BLOCK_CELLS != BLOCK_CELLS - 1) return;
-  float* to = kept_row(pool, block_bytes, hidden_at, tables, table_stride, seats[sequence], position);
-  keep_row(to, hidden_rows + (i64)r * hidden, hidden);
+  const i64 at = kept_row(block_bytes, hidden_at, tables, table_stride, seats[sequence], position);
+  keep_row(reinterpret_cast<float*>(pool + at), hidden_rows + (i64)r * hidden, hidden);
 }
 KERNEL_EXPORT(keep_hidden)
 
@@ -223,7 +225,7 @@ extern "C" __global__ void __launch_bounds__(256, 4)
   const int s = blockIdx.x, taken = accepted[s];
   if (row_count[s] <= 0 || taken < 0 || taken >= drafts[s]) return;
   const int r = row_begin[s] + row_count[s] - 1 - drafts[s] + taken;
-  float* to = kept_row(pool, block_bytes, hidden_at, tables, table_stride, seats[s], positions[r]);
-  keep_row(to, hidden_rows + (i64)r * hidden, hidden);
+  const i64 at = kept_row(block_bytes, hidden_at, tables, table_stride, seats[s], positions[r]);
+  keep_row(reinterpret_cast<float*>(pool + at), hidden_rows + (i64)r * hidden, hidden);
 }
 KERNEL_EXPORT(keep_accepted)

@@ -61,7 +61,8 @@ extern "C" __global__ void __launch_bounds__(64) mistake(float* x, int n, int wh
 KERNEL_EXPORT(mistake)
 
 // Sum of x by the last block that is done, in order of the blocks; also atomics and votes. `done` is zero before and after.
-extern "C" __global__ void __launch_bounds__(32) sum(float* total, u64* count, float* part, unsigned* done, const float* x, i64 n) {
+extern "C" __global__ void __launch_bounds__(32)
+    sum(float* total, u64* count, float* part, unsigned* done, const float* x, i64 n) {
   float s = 0.f;
   for (i64 i = blockIdx.x * 32 + threadIdx.x; i < n; i += gridDim.x * 32) s += x[i];
   s = warp_sum(s);

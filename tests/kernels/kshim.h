@@ -27,10 +27,10 @@
 #define gridDim (kshim::g.grid_dim)
 #define warpSize 32
 
-#define KSHIM_VECTOR(T, N, A)                                            \
-  struct __attribute__((aligned(A))) N##2 { T x, y; };                   \
-  struct __attribute__((aligned(2 * A > 16 ? 16 : 2 * A))) N##4 { T x, y, z, w; }; \
-  inline N##2 make_##N##2(T x, T y) { return {x, y}; }                   \
+#define KSHIM_VECTOR(T, N, A)                                                        \
+  struct __attribute__((aligned(A))) N##2 { T x, y; };                               \
+  struct __attribute__((aligned(2 * A > 16 ? 16 : 2 * A))) N##4 { T x, y, z, w; };   \
+  inline N##2 make_##N##2(T x, T y) { return {x, y}; }                               \
   inline N##4 make_##N##4(T x, T y, T z, T w) { return {x, y, z, w}; }
 KSHIM_VECTOR(float, float, 8)
 KSHIM_VECTOR(int, int, 8)
@@ -107,7 +107,9 @@ template <class T> inline T atomicCAS(T* p, kshim_same<T> c, kshim_same<T> v) {
   return kshim_update(p, [=](T o) { return o == c ? v : o; });
 }
 inline unsigned atomicInc(unsigned* p, unsigned m) { return kshim_update(p, [=](unsigned o) { return o >= m ? 0u : o + 1; }); }
-inline unsigned atomicDec(unsigned* p, unsigned m) { return kshim_update(p, [=](unsigned o) { return !o || o > m ? m : o - 1; }); }
+inline unsigned atomicDec(unsigned* p, unsigned m) {
+  return kshim_update(p, [=](unsigned o) { return !o || o > m ? m : o - 1; });
+}
 
 // arithmetic; compile with -ffp-contract=off, else fmaf is not the only fused product --------------------------------
 namespace kshim {
@@ -174,7 +176,8 @@ inline void __trap() { kshim::stop("__trap() by thread %u", kshim::g.current->li
 inline void kshim_cp_async(void* dst, const void* src, unsigned bytes, unsigned valid) {
   auto* f = kshim::g.current;
   if (f->copy_count == kshim::MAX_COPIES) return kshim::fail("thread %u has too many cp.async copies in flight", f->linear);
-  if (((uintptr_t)dst | (valid ? (uintptr_t)src : 0)) % bytes) return kshim::fail("thread %u: a cp.async that is not aligned", f->linear);
+  if (((uintptr_t)dst | (valid ? (uintptr_t)src : 0)) % bytes)
+    return kshim::fail("thread %u: a cp.async that is not aligned", f->linear);
   const bool early = kshim::g.order == kshim::REVERSE || (kshim::g.order == kshim::RANDOM && (kshim::random_bits() & 1));
   memset(dst, early ? 0 : 0xff, bytes);
   if (early && valid) memcpy(dst, src, valid);

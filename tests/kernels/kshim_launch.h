@@ -78,9 +78,10 @@ KSHIM_INTERNAL int launch(void (*kernel)(A...), Launch* l, void* const* paramete
   g.order = l->order;
   g.random = l->seed * 2 + 1;
   const uint64_t threads = (uint64_t)l->block[0] * l->block[1] * l->block[2], x = l->grid[0], y = l->grid[1], z = l->grid[2];
-  if (!threads || threads > MAX_THREADS || l->shared > 227u * 1024 || !x || x > 0x7fffffff || !y || y > 65535 || !z || z > 65535) {
-    snprintf(l->error, sizeof l->error, "invalid launch: grid (%u,%u,%u), block of %u threads, %u bytes of shared memory", l->grid[0],
-             l->grid[1], l->grid[2], (unsigned)threads, l->shared);
+  const bool fits = threads && threads <= MAX_THREADS && l->shared <= 227u * 1024;
+  if (!fits || !x || x > 0x7fffffff || !y || y > 65535 || !z || z > 65535) {
+    snprintf(l->error, sizeof l->error, "invalid launch: grid (%u,%u,%u), block of %u threads, %u bytes of shared memory",
+             l->grid[0], l->grid[1], l->grid[2], (unsigned)threads, l->shared);
     return 1;
   }
   make_fibers();
@@ -141,7 +142,7 @@ constexpr const char* letter() {
   else if constexpr (std::is_same_v<U, unsigned>) return "I";
   else if constexpr (std::is_same_v<U, long long>) return "q";
   else {
-    static_assert(std::is_same_v<U, unsigned long long>, "a kernel's parameters are pointers, int, unsigned, 64-bit, float or double");
+    static_assert(std::is_same_v<U, unsigned long long>, "a kernel takes pointers, int, unsigned, 64-bit, float or double");
     return "Q";
   }
 }
@@ -153,7 +154,11 @@ inline void describe(void (*)(A...), char* text, size_t size) {
 }  // namespace kshim
 
 #define KSHIM_API extern "C" __attribute__((visibility("default")))
-#define KERNEL_EXPORT(kernel)                                                                                                        \
-  KSHIM_API int kernel##__launch(kshim::Launch* l, void** parameters) { return kshim::launch(kernel, l, parameters); }               \
-  KSHIM_API int kernel##__launch_packed(kshim::Launch* l, char* p, size_t n) { return kshim::launch_packed(kernel, l, p, n); }       \
+#define KERNEL_EXPORT(kernel)                                                    \
+  KSHIM_API int kernel##__launch(kshim::Launch* l, void** parameters) {          \
+    return kshim::launch(kernel, l, parameters);                                 \
+  }                                                                              \
+  KSHIM_API int kernel##__launch_packed(kshim::Launch* l, char* p, size_t n) {   \
+    return kshim::launch_packed(kernel, l, p, n);                                \
+  }                                                                              \
   KSHIM_API void kernel##__parameters(char* text, size_t size) { kshim::describe(kernel, text, size); }
