@@ -19,5 +19,5 @@
 //   accept(int* accepted, const int* drawn, const int* tokens, const int* row_begin, const int* row_count, const int* drafts,
 //          const int* first_draw, int sequences)
 //     one thread a sequence. accepted[s]: how many of its drafts, in order, equal the draws in their places; a draft behind
-//     which the draw failed does not count, so drawn[first_draw + 1 + accepted] and what lies before it are tokens, or
-//     accepted is 0 and drawn[first_draw] says why there is none. -1 where it draws nothing (first_draw[s] < 0).
+//     which the draw failed does not count, so drawn[first_draw ... first_draw + accepted] are tokens, or accepted is 0 and
+//     drawn[first_draw] says why there is none. -1 where it draws nothing (first_draw[s] < 0).

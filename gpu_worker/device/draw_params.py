@@ -1,6 +1,6 @@
 """What the draws of a step depend on beside the logits, as `struct DrawParams` of cuda/sample.cu has it: one record a sequence.
 
-What a request's settings decide is packed once (`Drawing`). What its tokens decide, the lists behind penalties and bans, is
+What a request's settings decide is packed once (`DrawRecord`). What its tokens decide, the lists behind penalties and bans, is
 written anew with each step (`DrawTable`), for those sequences only that have such settings. A record holds the addresses of
 its lists and of the scratch rows for its changed logits, so both memories may be replaced between steps, graphs or not.
 
@@ -53,12 +53,12 @@ def pack(sampling: Sampling) -> bytes:
     )
 
 
-class Drawing:
+class DrawRecord:
     """One request's record, and the tokens that its penalties count, kept up to date as the request goes on."""
 
     def __init__(self, sampling: Sampling, prompt_len: int) -> None:
         s = sampling
-        self.record = pack(s)
+        self.packed = pack(s)
         self.bias = np.zeros((len(s.logit_bias), 2), np.int32)
         self.bias[:, 0] = list(s.logit_bias)
         self.bias[:, 1] = np.array(list(s.logit_bias.values()), np.float32).view(np.int32)
@@ -103,13 +103,13 @@ class DrawTable:
         """Forget the lists of the step before. Records need no clearing: nobody reads those of sequences that draw nothing."""
         self._waiting.clear()
 
-    def put(self, index: int, drawing: Drawing, tokens: list[int], end: int, banned: tuple[int, ...], scratch: int) -> None:
+    def put(self, index: int, record: DrawRecord, tokens: list[int], end: int, banned: tuple[int, ...], scratch: int) -> None:
         """The sequence at `index` draws behind tokens[:end] and, it may be, drafts. `scratch`: address of a row of logits for
-        each of its draws; used if drawing.changes(banned)."""
+        each of its draws; used if record.changes(banned)."""
         at = index * DRAW_BYTES
-        self._bytes[at : at + DRAW_BYTES] = drawing.record
-        if drawing.changes(banned):
-            lists = (drawing.seen(tokens, end).reshape(-1), drawing.bias.reshape(-1), np.array(banned, np.int32))
+        self._bytes[at : at + DRAW_BYTES] = record.packed
+        if record.changes(banned):
+            lists = (record.seen(tokens, end).reshape(-1), record.bias.reshape(-1), np.array(banned, np.int32))
             self._waiting.append((index, scratch, lists))
 
     def place(self) -> tuple[np.ndarray, int]:
