@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from gpu_worker.device.cuda import Card
+from gpu_worker.device.draw_params import DRAW_BYTES
 from gpu_worker.device.torch_on_card import TorchOnCard
 
 _ALIGN = 64  # bytes between the beginnings of two arrays
@@ -66,6 +67,7 @@ class StepBuffers:
     draw_seq           int32 [N]     sequence of each draw; -1: padding
     draft_positions    int32 [K, S]  position that each pass of the drafting head feeds; -1: this sequence drafts no more
     draft_tiles        int32 [K, S]  1 where it drafts, else 0
+    draw_params        int32 [S, 22] struct DrawParams of each sequence that draws, see draw_params.py
     status             int32 [1]     0; the card sets 1 where a state slot is of another position
     results, which only download brings:
     drawn              int32 [N]     token, -1 logits not finite, -2 no token left
@@ -91,6 +93,7 @@ class StepBuffers:
     draw_seq: np.ndarray
     draft_positions: np.ndarray
     draft_tiles: np.ndarray
+    draw_params: np.ndarray
     status: np.ndarray
     drawn: np.ndarray
     accepted: np.ndarray
@@ -115,6 +118,7 @@ class StepBuffers:
             "draw_seq": (n,),
             "draft_positions": (k, s),
             "draft_tiles": (k, s),
+            "draw_params": (s, DRAW_BYTES // 4),
             # from here on they are read back; from `drawn` on they are not uploaded
             "tokens": (r,),
             "status": (1,),
