@@ -72,6 +72,11 @@ class Card:
         """90 for compute capability 9.0."""
         return 10 * self.capability[0] + self.capability[1]
 
+    @property
+    def driver(self) -> int:
+        """The version of CUDA that the driver knows: 13000 for 13.0."""
+        return self.drv.get_driver_version()
+
     def memory(self) -> tuple[int, int]:
         """(free bytes, all bytes)"""
         return self.drv.mem_get_info()
@@ -202,7 +207,9 @@ def _driver(index: int) -> Any:
     except ModuleNotFoundError:
         raise ConfigError(f'{device}: PyCUDA is not installed; pip install "parkade[cuda]", or choose --device cpu') from None
     except ImportError as error:
-        raise ConfigError(f"{device}: the NVIDIA driver is missing or older than PyCUDA: {error}; or choose --device cpu") from None
+        raise ConfigError(
+            f"{device}: the NVIDIA driver is missing or older than PyCUDA: {error}; or choose --device cpu"
+        ) from None
     try:
         drv.init()
         count = drv.Device.count()
