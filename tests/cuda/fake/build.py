@@ -13,7 +13,8 @@ ROOT = HERE.parent.parent.parent
 BUILD = ROOT / "build" / "fakecuda"
 FLAGS = ["-std=c++17", "-O2", "-fPIC", "-shared", "-fvisibility=hidden", "-ffp-contract=off", "-Wall", "-Wextra"]
 QUIET = ["-Wno-missing-field-initializers", "-Wno-psabi"]
-DRIVER = ("fakecuda.cpp", "products.cpp", "state.h", "streams.h", "memory.h")
+DRIVER = ("fakecuda.cpp", "launches.cpp", "products.cpp")
+HEADERS = ("state.h", "streams.h", "memory.h")
 NVRTC = "fakenvrtc.cpp"
 
 
@@ -30,7 +31,7 @@ def folder() -> Path:
     """The folder with libcuda.so.1 and libnvrtc.so.13. RuntimeError with the compiler's words if they do not compile."""
     pycuda = _pycuda_library()
     shim = _digest(*sorted((ROOT / "tests" / "kernels").glob("kshim*.h")), ROOT / "tests" / "kernels" / "harness.py")
-    digest = _digest(pycuda, *(HERE / name for name in (*DRIVER, NVRTC)), Path(__file__)) + sys.executable + shim
+    digest = _digest(pycuda, *(HERE / name for name in (*DRIVER, *HEADERS, NVRTC)), Path(__file__)) + sys.executable + shim
     there = BUILD / hashlib.sha256(digest.encode()).hexdigest()[:16]
     BUILD.mkdir(parents=True, exist_ok=True)
     with open(BUILD / ".lock", "w") as lock:
@@ -43,18 +44,19 @@ def folder() -> Path:
 def _build(there: Path, pycuda: Path, minor: int) -> None:
     shutil.rmtree(there, ignore_errors=True)
     there.mkdir()
-    objects = [there / f"{name}.o" for name in ("fakecuda", "products", "others")]
+    objects = [there / f"{Path(name).stem}.o" for name in DRIVER]
     compile_only = [flag for flag in FLAGS if flag != "-shared"] + ["-c"]
-    for source, output in zip(DRIVER[:2], objects):
+    for source, output in zip(DRIVER, objects):
         _run(["g++", *compile_only, *QUIET, str(HERE / source), "-o", str(output)])
     # every other function that PyCUDA is linked against answers "not supported"
     wanted = _symbols("-D", "--undefined-only", pycuda)
-    names = sorted(name for name in wanted - _symbols("--defined-only", objects[0]) if name.startswith("cu"))
+    names = sorted(name for name in wanted - _symbols("--defined-only", *objects) if name.startswith("cu"))
     others = there / "others.cpp"
+    objects.append(others.with_suffix(".o"))
     others.write_text(
         "".join(f'extern "C" __attribute__((visibility("default"))) int {name}() {{ return 801; }}\n' for name in names)
     )
-    _run(["g++", *compile_only, str(others), "-o", str(objects[2])])
+    _run(["g++", *compile_only, str(others), "-o", str(objects[-1])])
     name = ["-DROOT=" + _quoted(ROOT), "-DPYTHON=" + _quoted(sys.executable), f"-DMINOR={minor}"]
     _run(["g++", *FLAGS, *name, "-Wl,-soname,libnvrtc.so.13", str(HERE / NVRTC), "-o", str(there / "libnvrtc.so.13")])
     partial = there / "partial.so"

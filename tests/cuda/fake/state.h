@@ -70,6 +70,7 @@ struct Card {  // a context is the address of its card: there are primary contex
 };
 
 constexpr int MOST_CARDS = 16;
+constexpr int MOST_SHARED = 227 << 10;  // dynamic shared memory of a block that asks for it
 
 struct State {
   std::recursive_mutex mutex;
@@ -86,6 +87,11 @@ struct State {
 inline State state;
 inline thread_local std::vector<Card*> contexts;  // the driver's stack of this thread
 #define LOCKED std::lock_guard<std::recursive_mutex> locked_(state.mutex)
+
+inline Card* current() { return contexts.empty() ? nullptr : contexts.back(); }
+#define IN_CONTEXT \
+  LOCKED;          \
+  if (!current()) return INVALID_CONTEXT
 
 inline void count(Counter c, int64_t by = 1) { state.counts[c] += by; }
 

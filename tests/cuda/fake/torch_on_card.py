@@ -1,4 +1,4 @@
-"""Stands in for gpu_worker/device/torch_on_card.py on the fake driver: CPU tensors in memory that the driver counts as the card's.
+"""gpu_worker/device/torch_on_card.py on the fake driver: CPU tensors in memory that the driver counts as the card's.
 
 Matrix products are operations of the fake driver (products.cpp), enqueued on the compute stream and captured like kernels.
 """
