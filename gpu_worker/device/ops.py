@@ -46,7 +46,7 @@ for _dim in (64, 96, 128, 256):
     KERNELS[f"attend_d{_dim}"] = Kernel("attention.cu", 128, "3PqPi6Pi4if3P", _attend_bytes)
 for _dim in (32, 64, 128):
     KERNELS[f"delta_inputs_k{_dim}"] = Kernel("delta.cu", 256, "6PqqiP3i7P4i")
-    KERNELS[f"delta_rule_k{_dim}"] = Kernel("delta.cu", 128, "7P6qi5P3i")
+    KERNELS[f"delta_rule_k{_dim}"] = Kernel("delta_rule.cu", 128, "7P6qi5P3i")
 
 
 class Ops:

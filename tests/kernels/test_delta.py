@@ -122,7 +122,7 @@ class Card:
         given = [*flat, place["state"], *logs, states.offsets["folded"], kept_log, at["row_begin"], at["row_count"]]
         given += [at["positions"], at["known"], at["slots"], *heads, s.value_dim]
         grid = (s.value_dim // 32, s.value_heads, sequences)
-        run("delta", f"delta_rule_k{s.key_dim}", grid, 128, [out, q, k, v, g, beta, *given])
+        run("delta_rule", f"delta_rule_k{s.key_dim}", grid, 128, [out, q, k, v, g, beta, *given])
         given = [*flat, place["conv"], place["log_k"], place["log_g"], kept_conv, kept_log, mixed, stride, k, g]
         given += [at["row_begin"], at["row_count"], at["positions"], at["slots"], *heads, s.key_dim, s.conv_width]
         run("delta", "delta_log", (sequences, 2), 256, given)
@@ -283,7 +283,7 @@ def test_strong_decay_forgets_and_stays_finite():
 
 
 @pytest.mark.parametrize(
-    "start, folded, wrong", [(0, 48, 0), (5, 0, 0), (16, 0, 0), (31, 16, 0), (32, 0, 1), (5, 16, 1), (40, 31, 1)]
+    ("start", "folded", "wrong"), [(0, 48, 0), (5, 0, 0), (16, 0, 0), (31, 16, 0), (32, 0, 1), (5, 16, 1), (40, 31, 1)]
 )
 def test_a_state_that_rows_cannot_go_on_from_is_told(start, folded, wrong):
     states = StateCache(SPECS[0], 2, 3)
