@@ -8,15 +8,17 @@ from collections import OrderedDict
 from collections.abc import Sequence as Rows
 from typing import Protocol
 
+import numpy as np
 import torch
 from msgspec import structs
 from torch import Tensor
 
 from gpu_worker.device.cuda import Card, Graph
+from gpu_worker.device.draw_params import DrawTable
 from gpu_worker.device.step_buffers import Shape, StepBuffers
 from gpu_worker.model.sampler import failure, token_logprobs
 from gpu_worker.policy.events import Plan, Row, RowResult, StepDone
-from gpu_worker.staging import Cut, Seats, Staged, stage
+from gpu_worker.staging import Cut, Draws, Seats, Staged, stage
 
 GRAPHS = 96  # that are kept
 
@@ -29,24 +31,29 @@ class EnqueuedModel(Cut, Protocol):
     def enqueue_drafts(self, shape: Shape) -> None: ...
     def enqueue_forward(self, shape: Shape) -> None: ...
     def enqueue_draws(self, shape: Shape) -> None: ...
+    def scratch(self, draw: int) -> int: ...  # address of the row in which the logits of a draw may be changed
     def enqueue_logits(self, first: int, count: int) -> None: ...  # of rows that go to the head, at most Limits.draws
     def logits_rows(self, count: int) -> Tensor: ...  # float32 [count, vocab] on the card, what the last two left there
 
 
-class Downloads(Protocol):
+class Tensors(Protocol):
     """What a step needs of torch on a card."""
 
+    def zeros(self, nbytes: int) -> Tensor: ...
     def download(self, tensor: Tensor) -> Tensor: ...  # to host memory, when all that was enqueued is over
 
 
 class CardRunner:
     """The model on a card, its step buffers and graphs. The results of a step are seen before the next begins."""
 
-    def __init__(self, card: Card, on_card: Downloads, model: EnqueuedModel) -> None:
+    def __init__(self, card: Card, on_card: Tensors, model: EnqueuedModel) -> None:
         self._card, self._on_card, self._model = card, on_card, model
         buffers = model.buffers
         self._buffers = buffers
         self._seats = Seats(buffers.limits.seats, buffers.tables, buffers.upload_table)
+        records = buffers.draw_params.view(np.uint8)
+        self._draws = Draws(DrawTable(records, self._lists), buffers.limits.sequences, model.scratch)
+        self._lists_memory: Tensor | None = None
         self._graphs = Graphs(card)
         self._ended = card.event()
 
@@ -54,7 +61,11 @@ class CardRunner:
     def step(self, plan: Plan) -> StepDone:
         """Feed every row of the plan and its drafts in one forward pass; draw the tokens of those that reach their newest."""
         rows, buffers = plan.rows, self._buffers
-        staged = stage(rows, self._seats.place(rows), buffers, self._model)
+        seats = self._seats.place(rows)
+        staged = stage(rows, seats, buffers, self._model)
+        lists, address = self._draws.put(rows, seats, staged.first_draw)
+        if len(lists):
+            self._card.to_card(address, lists, self._card.compute)
         buffers.upload()
         if staged.repeats:
             self._graphs.run(staged.shape, self._enqueue)
@@ -77,6 +88,11 @@ class CardRunner:
         self._model.enqueue_forward(shape)
         if shape.draws:
             self._model.enqueue_draws(shape)
+
+    def _lists(self, count: int) -> tuple[np.ndarray, int]:
+        """Room for the lists of draws: int32 [count] here, and the address of as much on the card."""
+        self._lists_memory = self._on_card.zeros(count * 4)
+        return self._card.pinned(count * 4).view(np.int32), self._lists_memory.data_ptr()
 
     def _results(self, rows: Rows[Row], staged: Staged) -> list[RowResult]:
         back = self._buffers.back

@@ -12,6 +12,7 @@ from typing import Protocol
 
 import numpy as np
 
+from gpu_worker.device.draw_params import DrawRecord, DrawTable
 from gpu_worker.device.step_buffers import Limits, Shape, StepBuffers
 from gpu_worker.policy.events import Row
 from gpu_worker.runner import prompt_rows_of, wanted_drafts
@@ -37,6 +38,20 @@ class Staged:
     prompt_rows: list[int]  # how many go to the head for prompt logprobs, behind all draws, those of one row after another
 
 
+class Seat:
+    """What is kept of a sequence from step to step."""
+
+    __slots__ = ("blocks", "known", "number", "record", "sampling", "used")
+
+    def __init__(self, number: int, row: Row) -> None:
+        self.number = number
+        self.blocks = row.blocks  # held, so that no other list can be mistaken for it
+        self.known = 0  # of its blocks, those that the card knows
+        self.used = 0  # the last step it had a row in
+        self.sampling = row.sampling
+        self.record = DrawRecord(row.sampling, row.prompt_len)
+
+
 class Seats:
     """Which row of the block tables each sequence has. Only what has come since the last step is uploaded.
 
@@ -47,11 +62,11 @@ class Seats:
         """`tables`: int32 [count, blocks], the host's; `upload(seat, first, count)` sends a part of one row to the card."""
         self._tables = tables
         self._upload = upload
-        self._seats: dict[str, _Seat] = {}
+        self._seats: dict[str, Seat] = {}
         self._free = list(range(count - 1, -1, -1))
         self._step = 0
 
-    def place(self, rows: Rows[Row]) -> list[int]:
+    def place(self, rows: Rows[Row]) -> list[Seat]:
         """The seat of each row's sequence, its table up to date. There must be no more rows than seats."""
         self._step += 1
         seats = self._seats
@@ -59,17 +74,19 @@ class Seats:
         for row in rows:
             seat = seats.get(row.request_id)
             if seat is None:
-                seat = seats[row.request_id] = _Seat(self._free.pop() if self._free else self._taken_from(rows), row.blocks)
+                seat = seats[row.request_id] = Seat(self._free.pop() if self._free else self._taken_from(rows), row)
+            elif seat.sampling is not row.sampling:  # another request of that name
+                seat = seats[row.request_id] = Seat(seat.number, row)
             blocks = row.blocks
             if seat.blocks is not blocks:
                 seat.blocks, seat.known = blocks, 0
             if seat.known != len(blocks):
                 self._add(seat, blocks)
             seat.used = self._step
-            found.append(seat.number)
+            found.append(seat)
         return found
 
-    def _add(self, seat: "_Seat", blocks: list[int]) -> None:
+    def _add(self, seat: Seat, blocks: list[int]) -> None:
         first, seat.known = min(seat.known, len(blocks)), len(blocks)
         if first < len(blocks):
             self._tables[seat.number, first : len(blocks)] = blocks[first:]
@@ -82,17 +99,29 @@ class Seats:
         return self._seats.pop(gone).number
 
 
-class _Seat:
-    __slots__ = ("blocks", "known", "number", "used")
+class Draws:
+    """What the draws of each step depend on, written where the card reads it. A sequence in the place it had in the step before,
+    whose settings do not speak of its tokens, is there already."""
 
-    def __init__(self, number: int, blocks: list[int]) -> None:
-        self.number = number
-        self.blocks = blocks  # held, so that no other list can be mistaken for it
-        self.known = 0  # of its blocks, those that the card knows
-        self.used = 0  # the last step it had a row in
+    def __init__(self, table: DrawTable, sequences: int, scratch: Callable[[int], int]) -> None:
+        """`scratch(draw)`: address of the row in which the logits of a draw may be changed."""
+        self._table, self._scratch = table, scratch
+        self._there: list[DrawRecord | None] = [None] * sequences
+
+    def put(self, rows: Rows[Row], seats: list[Seat], first_draw: list[int]) -> tuple[np.ndarray, int]:
+        """Fill in the records; (lists that they speak of, the address where these must be)."""
+        table, there = self._table, self._there
+        table.clear()
+        for index, (row, seat, first) in enumerate(zip(rows, seats, first_draw, strict=True)):
+            record = seat.record
+            if first < 0 or there[index] is record and not record.changes(row.banned):
+                continue
+            table.put(index, record, row.tokens, row.start + row.count, row.banned, self._scratch(first))
+            there[index] = None if record.changes(row.banned) else record
+        return table.place()
 
 
-def stage(rows: Rows[Row], seats: list[int], buffers: StepBuffers, cut: Cut) -> Staged:
+def stage(rows: Rows[Row], seats: list[Seat], buffers: StepBuffers, cut: Cut) -> Staged:
     """Fill in the host's arrays for one step. Each sequence's rows follow one another: its tokens, then its drafts."""
     b, count = buffers, len(rows)
     b.clear()
@@ -105,7 +134,7 @@ def stage(rows: Rows[Row], seats: list[int], buffers: StepBuffers, cut: Cut) -> 
 
     b.row_begin[:count], b.row_count[:count], b.drafts[:count] = begins, counts, drafts
     b.known[:count] = starts + fed
-    b.seats[:count] = seats
+    b.seats[:count] = [seat.number for seat in seats]
     b.slots[:count] = [max(row.state_slot, 0) for row in rows]
     b.seq_of[:total] = np.repeat(np.arange(count, dtype=np.int32), counts)
     b.positions[:total] = np.arange(total, dtype=np.int32) + np.repeat(starts - begins, counts)
