@@ -101,8 +101,8 @@ INPUTS(128)
 // layer, which still reads what they overwrite. Floor: bytes; 6 a channel of the convolution and row, 8 a channel of the keys.
 extern "C" __global__ void __launch_bounds__(256, 2)
     delta_log(float* states, i64 stride, i64 conv_at, i64 log_k_at, i64 log_g_at, int conv_entries, int log_entries,
-              const bf16* mixed, int mixed_stride, const float* k, const float* g, const int* row_begin, const int* row_count, const int* positions,
-              const int* slots, int key_heads, int value_heads, int key_dim, int conv_width) {
+              const bf16* mixed, int mixed_stride, const float* k, const float* g, const int* row_begin, const int* row_count,
+              const int* positions, const int* slots, int key_heads, int value_heads, int key_dim, int conv_width) {
   const int sequence = blockIdx.x, count = row_count[sequence];
   if (!count) return;
   const int first_row = row_begin[sequence], start = positions[first_row], keys = key_heads * key_dim;

@@ -36,8 +36,8 @@ struct Slot {
 // Positions before the step's first (start) come from the log, the others from its rows; zeros beyond `last`.
 template <int K>
 __device__ __forceinline__ void load_tile(Tile<K>& t, const Slot& slot, const float* q, const float* k, const float* v,
-                                          const float* g, const float* beta, int tile, int first_row, int start, int last, int key_heads,
-                                          int value_heads, int value_dim, int key_head, int head, int column) {
+                                          const float* g, const float* beta, int tile, int first_row, int start, int last,
+                                          int key_heads, int value_heads, int value_dim, int key_head, int head, int column) {
   constexpr int WORDS = K / 4;
 #pragma unroll
   for (int i = threadIdx.x; i < FOLD * WORDS; i += 128) {
@@ -73,7 +73,10 @@ __device__ __forceinline__ void load_tile(Tile<K>& t, const Slot& slot, const fl
       if (j <= lane) total += other;
     }
     const float all = __shfl_sync(FULL, total, FOLD - 1);
-    if (lane < FOLD) t.total[lane] = total, t.since[lane] = expf(total), t.left[lane] = expf(all - total), t.beta[lane] = strength;
+    if (lane < FOLD) {
+      t.total[lane] = total, t.beta[lane] = strength;
+      t.since[lane] = expf(total), t.left[lane] = expf(all - total);
+    }
   }
   copies_wait<0>();
   __syncthreads();

@@ -26,6 +26,15 @@ SPECS = [
 ]
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _one_thread():
+    """The twin's operations are far too small to share out among threads."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
 @dataclass(frozen=True)
 class Span:
     """Rows of one sequence in a step; the last `drafts` are drafts."""
