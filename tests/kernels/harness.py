@@ -1,7 +1,8 @@
 """Compiles a file of cuda/ for the CPU (kshim.h) and runs its kernels on torch tensors: `run(file, kernel, grid, block, args)`.
 
 A compiled file is kept under build/kernels by a hash of its text. Each kernel says which parameters it takes, and the
-arguments are checked against that. KSHIM_SANITIZER=asan or tsan compiles with those, see test_sanitizers.py.
+arguments are checked against that. KSHIM_SANITIZER=asan or tsan compiles with those, see sanitized.py; KSHIM_SOURCES names
+another folder than cuda/.
 """
 
 import ctypes as C
@@ -18,7 +19,7 @@ import numpy as np
 import torch
 
 HERE = Path(__file__).parent
-CUDA = HERE.parent.parent / "cuda"
+CUDA = Path(os.environ.get("KSHIM_SOURCES", HERE.parent.parent / "cuda"))
 BUILD = HERE.parent.parent / "build" / "kernels"
 ORDERS = {"forward": 0, "reverse": 1, "random": 2}
 
@@ -76,7 +77,8 @@ def build(source: Path, sanitizer: str | None = None) -> Path:
     if not library.exists():
         BUILD.mkdir(parents=True, exist_ok=True)
         part = library.with_suffix(f".{os.getpid()}")
-        done = subprocess.run([*command, str(source), "-o", str(part)], capture_output=True, text=True, check=False)
+        environ = {name: value for name, value in os.environ.items() if name != "LD_PRELOAD"}  # no sanitizer for the compiler
+        done = subprocess.run([*command, str(source), "-o", str(part)], capture_output=True, text=True, check=False, env=environ)
         if done.returncode:
             raise KernelError(f"{source.name} does not compile:\n{done.stderr}")
         part.replace(library)

@@ -68,6 +68,7 @@ struct Fiber {
   void* sp;
 #endif
   char* stack;
+  bool waits;  // at its loop's end, for the next block
   Copy copies[MAX_COPIES];  // cp.async: issued and not yet waited for, oldest first
   unsigned copy_count, group_count, group_end[MAX_GROUPS];
   void* fake_stack;   // ASan's
@@ -109,9 +110,9 @@ __attribute__((naked, noinline)) inline void raw_switch(void** /*save*/, void* /
 }
 #endif
 
-KSHIM_INTERNAL inline void to_scheduler(Fiber* f, [[maybe_unused]] bool dying) {
+KSHIM_INTERNAL inline void to_scheduler(Fiber* f) {
 #ifdef KSHIM_ASAN
-  __sanitizer_start_switch_fiber(dying ? nullptr : &f->fake_stack, g.main_bottom, g.main_size);
+  __sanitizer_start_switch_fiber(&f->fake_stack, g.main_bottom, g.main_size);
 #endif
 #ifdef KSHIM_TSAN
   __tsan_release(&g.exit_tag);  // acquired by the launcher only, after the block
@@ -146,18 +147,19 @@ KSHIM_INTERNAL inline void resume(Fiber* f) {
 #endif
 }
 
+// A fiber runs one thread of each block and returns from it: TSan counts the frames that are open.
 KSHIM_INTERNAL inline void fiber_main() {
 #ifdef KSHIM_ASAN
   __sanitizer_finish_switch_fiber(nullptr, &g.main_bottom, &g.main_size);
 #endif
+  for (;;) {
 #ifdef KSHIM_TSAN
-  __tsan_acquire(&g.launch_tag);
+    __tsan_acquire(&g.launch_tag);
 #endif
-  g.entry(g.entry_argument);
-  Fiber* f = g.current;
-  f->state = DONE;
-  to_scheduler(f, true);
-  abort();
+    g.entry(g.entry_argument);
+    g.current->state = DONE;
+    to_scheduler(g.current);
+  }
 }
 
 // The first error counts; the launch ends with it.
@@ -170,7 +172,7 @@ KSHIM_INTERNAL inline void fail(const char* format, unsigned a = 0, unsigned b =
 KSHIM_INTERNAL inline void stop(const char* format, unsigned a = 0, unsigned b = 0, unsigned c = 0) {
   fail(format, a, b, c);
   g.current->state = AT_BARRIER;
-  to_scheduler(g.current, false);
+  to_scheduler(g.current);
 }
 
 KSHIM_INTERNAL inline uint64_t random_bits() {
@@ -178,9 +180,13 @@ KSHIM_INTERNAL inline uint64_t random_bits() {
   return g.random >> 33;
 }
 
+// A fiber that has never run, or that an error left in the middle of a kernel, begins anew.
 KSHIM_INTERNAL inline void prepare(Fiber* f) {
+  if (f->waits) return;
+  f->waits = true;
 #ifdef KSHIM_TSAN
-  if (!f->tsan) f->tsan = __tsan_create_fiber(0);
+  if (f->tsan) __tsan_destroy_fiber(f->tsan);
+  f->tsan = __tsan_create_fiber(0);
 #endif
 #ifdef KSHIM_ASAN
   f->fake_stack = nullptr;
@@ -229,7 +235,7 @@ KSHIM_INTERNAL inline unsigned barrier(bool vote) {
   __tsan_release(&g.barrier_tag);
 #endif
   try_barrier();
-  to_scheduler(g.current, false);
+  to_scheduler(g.current);
 #ifdef KSHIM_TSAN
   __tsan_acquire(&g.barrier_tag);
 #endif
@@ -289,5 +295,6 @@ KSHIM_INTERNAL inline void run_block() {
            who);
     }
   }
+  for (unsigned i = 0; i < g.count; ++i) g.fibers[i].waits = g.fibers[i].state == DONE;
 }
 }  // namespace kshim

@@ -118,7 +118,7 @@ KSHIM_INTERNAL inline uint64_t collective(Op op, unsigned mask, uint64_t value, 
   if (op == OP_SYNC) __tsan_release(&g.warp_tags[f->warp]);
 #endif
   try_release(f->warp, mask);
-  to_scheduler(f, false);
+  to_scheduler(f);
 #ifdef KSHIM_TSAN
   if (op == OP_SYNC) __tsan_acquire(&g.warp_tags[f->warp]);
 #endif
