@@ -13,7 +13,6 @@ from torch import Tensor
 
 from gpu_worker.device.cuda import Card
 from gpu_worker.device.kv_cache import KvCache
-from gpu_worker.device.memory import Allocate
 from gpu_worker.device.ops import Call, Ops
 from gpu_worker.device.step_buffers import Shape, StepBuffers
 from gpu_worker.device.torch_on_card import TorchOnCard
@@ -51,11 +50,6 @@ class CardModel:
         """int64: the only tokens that the head drafts, in the order of `draft_logits`; None: all."""
         ids = self._weights.mtp.draft_ids if self._weights.mtp else None
         return None if ids is None else self._on_card.download(ids).long()
-
-    @property
-    def allocate(self) -> Allocate:
-        """Where a pool for this model must lie."""
-        return self._on_card.zeros
 
     @property
     def tile_rows(self) -> int:
@@ -100,6 +94,10 @@ class CardModel:
         into = self._work.adjusted  # `logits` may be asked for again
         self._run(("logits", first, count), lambda program: program.logits(first, count, into))
         return self._on_card.download(into[:count])
+
+    def scratch(self, draw: int) -> int:
+        """Address of the row in which the logits of a draw may be changed, those of the draws that follow behind it."""
+        return self._work.adjusted.data_ptr() + draw * self.spec.vocab * 4
 
     def _run(self, key: Hashable, prepare: Callable[[Program], list[Call]]) -> None:
         calls = self._calls.get(key)
@@ -175,6 +173,8 @@ class CardModel:
         return torch.cat(found)
 
     def _use(self, kv: KvCache) -> None:
+        """`kv` may have been written to by others than this model."""
+        self._card.synchronize()
         if kv is not self._kv:
             self.bind(kv)
 

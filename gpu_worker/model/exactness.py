@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from gpu_worker.device.kv_cache import KvCache
+from gpu_worker.device.memory import Allocate, host_memory
 from gpu_worker.device.state_cache import FOLD
 from gpu_worker.model.batch import Batch
 from wire.model_spec import ModelSpec
@@ -72,14 +73,15 @@ class _Trial:
         return torch.stack([first, second], 1)
 
 
-def prove(model: ProvableModel) -> tuple[bool, str]:
-    """(True, "") if every comparison of bytes held, else (False, what differed, in one line).
+def prove(model: ProvableModel, allocate: Allocate = host_memory) -> tuple[bool, str]:
+    """(True, "") if every comparison of bytes held, else (False, what differed, in one line). `allocate`: memory of the model's
+    device, for a pool of the trial's own.
 
     Runs one layer of each kind that the model has, and its head, so it takes a few passes over a few layers.
     """
     if not model.exact:
         return False, "exactness is turned off"
-    trial = _trial(model)
+    trial = _trial(model, allocate)
     checks = [
         (_chunks, "one long chunk and several short ones"),
         (_logits, "many rows and few rows in the head"),
@@ -96,11 +98,12 @@ def prove(model: ProvableModel) -> tuple[bool, str]:
     return True, ""
 
 
-def _trial(model: ProvableModel) -> _Trial:
+def _trial(model: ProvableModel, allocate: Allocate) -> _Trial:
     rows = min(ROWS, model.spec.max_context)
     far = min(FAR, model.spec.max_context - rows)
     blocks = -(-(far + rows) // BLOCK)
-    kv = KvCache(model.spec, 2 * blocks + OTHERS, BLOCK, model.kv_dtype, state_slots=2 + OTHERS, draft_max=DRAFTS)
+    slots = 2 + OTHERS
+    kv = KvCache(model.spec, 2 * blocks + OTHERS, BLOCK, model.kv_dtype, slots, draft_max=DRAFTS, allocate=allocate)
     generator = torch.Generator().manual_seed(1)
     tokens = torch.randint(model.spec.vocab, (rows,), generator=generator).tolist()
     order = torch.randperm(2 * blocks, generator=generator).tolist()
@@ -140,9 +143,9 @@ def _far(t: _Trial) -> bool:
     used = t.one.blocks[: -(-(t.far + len(fed)) // BLOCK)]
     for block in used:
         generator = torch.Generator().manual_seed(block)
-        t.kv.tensor[block].normal_(generator=generator)
+        _fill(t.kv.tensor[block], generator)
         if t.kv.hidden is not None:
-            t.kv.hidden[block].normal_(generator=generator)
+            _fill(t.kv.hidden[block], generator)
     one, two = _Place(used, t.one.slot), _Place(used, t.two.slot)
     for place in (one, two):
         _fill_state(t, place.slot)
@@ -201,10 +204,15 @@ def _fill_state(t: _Trial, slot: int) -> None:
         return
     generator = torch.Generator().manual_seed(2)
     for part in (states.state, states.log_k, states.log_d, states.log_g, states.conv):
-        part[slot].normal_(generator=generator)
+        _fill(part[slot], generator)
     states.log_k[slot] /= states.log_k[slot].norm(dim=-1, keepdim=True)
     states.log_g[slot] = -states.log_g[slot].abs()
     states.folded[slot] = t.far // FOLD * FOLD
+
+
+def _fill(memory: Tensor, generator: torch.Generator) -> None:
+    """With normal numbers, the same on every device."""
+    memory.copy_(torch.empty(memory.shape, dtype=memory.dtype).normal_(generator=generator))
 
 
 def _split(tokens: list[int], *sizes: int) -> Iterator[tuple[list[int], int]]:
