@@ -59,7 +59,7 @@ class CardPieces:
         return True
 
     def close(self) -> None:
-        self._copies.synchronize()
+        self._copies.close()
         for pins in self._arenas:
             pins.close()
             pins.join()

@@ -137,12 +137,14 @@ class CardCopies:
                 yield 0
         return sums
 
-    def synchronize(self) -> None:
-        """Wait for everything under way, and count it as over. Generators that are not at their end must not go on."""
+    def close(self) -> None:
+        """Wait for everything under way and give back what is owned. Generators that are not at their end must not go on."""
         for batch in self._under_way:
             batch.event.synchronize()
             batch.arena.free(batch.slabs)
         self._under_way.clear()
+        self._idle.clear()
+        self._memory = None
 
     def _after_compute(self, to_arena: bool) -> None:
         """What is enqueued from now on begins after all work of the compute stream so far: the cells that are saved have

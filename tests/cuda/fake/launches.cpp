@@ -44,15 +44,19 @@ void run_kernel(const Function& function, const Shape& shape, std::string& argum
   }
 }
 
+int add_module(void** module, void* library) {
+  *module = new Module{library, {}};
+  count(counted::modules);
+  return OK;
+}
+
 int load_module(void** module, const char* path) {
   void* library = dlopen(path, RTLD_NOW | RTLD_LOCAL);
   if (!library) {
     say("%s", dlerror());
     return INVALID_IMAGE;
   }
-  *module = new Module{library, {}};
-  count(counted::modules);
-  return OK;
+  return add_module(module, library);
 }
 }  // namespace
 
@@ -70,14 +74,20 @@ API int cuModuleLoadDataEx(void** module, const void* image, unsigned, void*, vo
   memcpy(&sections, p + 40, 8);
   memcpy(&each, p + 58, 2);
   memcpy(&number, p + 60, 2);
+  // An image that was loaded before is the same library: each has stacks of its own, two mappings a thread of a block, and a
+  // process may have 65,530 mappings.
+  static std::map<std::string, void*> loaded;
+  const size_t all = sections + (size_t)each * number;
+  void*& library = loaded[std::string(p, all)];
+  if (library) return add_module(module, library);
   const char* folder = getenv("TMPDIR");
   std::string path = std::string(folder ? folder : "/tmp") + "/kernels-XXXXXX";  // dlopen knows old libraries by their name
   int file = mkstemp(&path[0]);
-  size_t all = sections + (size_t)each * number;
   bool written = file >= 0 && write(file, p, all) == (ssize_t)all;
   close(file);
   int result = written ? load_module(module, path.c_str()) : INVALID_IMAGE;
   unlink(path.c_str());
+  if (result == OK) library = ((Module*)*module)->library;
   return result;
 }
 API int cuModuleLoadData(void** module, const void* image) { return cuModuleLoadDataEx(module, image, 0, nullptr, nullptr); }
