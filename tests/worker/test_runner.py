@@ -113,6 +113,12 @@ class Bench:
         return tokens[3:], took
 
 
+@pytest.fixture(name="bench_of")
+def plain_bench():
+    """Makes a bench for a model; the runner of a card has its own, in test_card_runner.py."""
+    return Bench
+
+
 SETTINGS = {
     "greedy": {"sampling": Sampling(temperature=0)},
     "seeded": {"sampling": Sampling(temperature=1.0, seed=5)},
@@ -126,10 +132,10 @@ SETTINGS = {
 
 @pytest.mark.parametrize("name", SETTINGS)
 @pytest.mark.parametrize("right", [0, 3, 4])
-def test_drafts_change_no_token(name, right):
-    expected, _ = Bench(HashModel()).run(1, 45, 0, **SETTINGS[name])
+def test_drafts_change_no_token(name, right, bench_of):
+    expected, _ = bench_of(HashModel()).run(1, 45, 0, **SETTINGS[name])
     for draft in (1, 2, 3, 8):
-        tokens, took = Bench(HashModel(right)).run(1, 45, draft, **SETTINGS[name])
+        tokens, took = bench_of(HashModel(right)).run(1, 45, draft, **SETTINGS[name])
         assert tokens == expected
         if right == 4:  # a head that is always right sees the same penalties, bans and noise
             assert set(took[1:-1]) == {1 + draft}
@@ -137,21 +143,21 @@ def test_drafts_change_no_token(name, right):
             assert max(took) < 1 + draft or draft == 1
 
 
-def test_a_head_that_knows_few_tokens_is_right_about_those():
+def test_a_head_that_knows_few_tokens_is_right_about_those(bench_of):
     """Its logits have a column for each id that it may draft; settings speak of ids."""
     known = [30, 4, 17, 3, 22, 9, 1, 36, 12, 5]
     for settings in SETTINGS.values():
-        expected, _ = Bench(HashModel()).run(1, 45, 0, **settings)
+        expected, _ = bench_of(HashModel()).run(1, 45, 0, **settings)
         model = HashModel(4, known)
-        tokens, took = Bench(model).run(1, 45, 1, **settings)
+        tokens, took = bench_of(model).run(1, 45, 1, **settings)
         assert tokens == expected
         at = np.cumsum([0, *took])[1:-2]  # where each draft stands
         assert [tokens[i] in known for i in at] == [count == 2 for count in took[1:-1]]
 
 
-def test_rows_of_all_kinds_in_one_step():
-    bench = Bench(HashModel())
-    alone = {number: Bench(HashModel()).run(number, 20, 0)[0] for number in range(3)}
+def test_rows_of_all_kinds_in_one_step(bench_of):
+    bench = bench_of(HashModel())
+    alone = {number: bench_of(HashModel()).run(number, 20, 0)[0] for number in range(3)}
     bench.run(0, 8, 2)
     bench.run(1, 8, 2)
     first, second, third = ([7, number, 9] + alone[number] for number in range(3))
@@ -169,29 +175,29 @@ def test_rows_of_all_kinds_in_one_step():
     assert [(len(tokens), known, slot) for tokens, known, slot in bench.model.fed] == [(4, 11, 5), (3, 3, 0), (2, 11, 2)]
 
 
-def test_a_chunk_that_does_not_reach_the_newest_token_draws_nothing():
-    bench = Bench(HashModel())
+def test_a_chunk_that_does_not_reach_the_newest_token_draws_nothing(bench_of):
+    bench = bench_of(HashModel())
     row = Row("r", [7, 1, 9, 4, 5], 0, 3, [0, 1], False, Sampling(temperature=0), 5, prompt_logprobs=0)
     (result,) = bench.step(row)
     assert result.tokens == [] and [one.token for one in result.prompt_logprobs] == [1, 9, 4]
 
 
-def test_the_first_token_of_all_is_not_drafted_behind():
-    bench = Bench(HashModel())
+def test_the_first_token_of_all_is_not_drafted_behind(bench_of):
+    bench = bench_of(HashModel())
     (result,) = bench.step(bench.row(0, [7], 0, 2, prompt_len=1))
     assert len(result.tokens) == 1 and bench.model.drafts == []
 
 
-def test_a_draft_that_cannot_be_drawn_ends_the_chain():
-    bench = Bench(HashModel(4, [3, 5]))
+def test_a_draft_that_cannot_be_drawn_ends_the_chain(bench_of):
+    bench = bench_of(HashModel(4, [3, 5]))
     tokens, _ = bench.run(0, 4, 0)
     (result,) = bench.step(bench.row(0, [7, 0, 9, *tokens], 6, 3, banned=(3, 5)))
     assert len(result.tokens) == 1 and bench.model.drafts == [1]
 
 
-def test_logits_that_are_not_finite_end_one_row_only():
+def test_logits_that_are_not_finite_end_one_row_only(bench_of):
     model = HashModel()
-    bench = Bench(model)
+    bench = bench_of(model)
     tokens = [[7, number, 9, *bench.run(number, 4, 0)[0]] for number in range(2)]
     real = model.logits
 
@@ -206,11 +212,11 @@ def test_logits_that_are_not_finite_end_one_row_only():
     assert whole.tokens and not whole.error
 
 
-def test_logits_that_are_not_finite_behind_an_accepted_draft_wait_for_their_own_step():
+def test_logits_that_are_not_finite_behind_an_accepted_draft_wait_for_their_own_step(bench_of):
     """What was drawn before them stands, as without drafts: it may even end the text."""
     model = HashModel(4)
-    bench = Bench(model)
-    tokens = [7, 0, 9, *Bench(HashModel()).run(0, 6, 0)[0]]
+    bench = bench_of(model)
+    tokens = [7, 0, 9, *bench_of(HashModel()).run(0, 6, 0)[0]]
     bench.run(0, 4, 0)
     real = model.logits
 
@@ -226,9 +232,9 @@ def test_logits_that_are_not_finite_behind_an_accepted_draft_wait_for_their_own_
     assert (after.tokens, after.error) == ([tokens[8]], "")
 
 
-def test_logprobs_come_from_the_row_that_judged():
+def test_logprobs_come_from_the_row_that_judged(bench_of):
     settings = {"sampling": Sampling(temperature=1.0, seed=5, logprobs=2)}
-    plain, drafted = Bench(HashModel()), Bench(HashModel(4))
+    plain, drafted = bench_of(HashModel()), bench_of(HashModel(4))
     tokens = [7, 1, 9, *plain.run(1, 5, 0, **settings)[0]]
     drafted.run(1, 5, 0, **settings)
     (together,) = drafted.step(drafted.row(1, tokens, 7, 2, **settings))
