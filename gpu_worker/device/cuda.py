@@ -189,14 +189,16 @@ class Card:
 
     def close(self) -> None:
         """Give everything back. Functions, events and graphs of this card must be gone."""
-        self.synchronize()
-        for address in list(self._registered):
-            self.unregister(address)
-        self.compute = self.saving = self.loading = None
-        self._modules.clear()
-        self._pinned.clear()
-        self._context.pop()
-        self._context.detach()
+        try:
+            self.synchronize()
+            for address in list(self._registered):
+                self.unregister(address)
+        finally:  # after a kernel that failed, too: a context that is left behind aborts the process
+            self.compute = self.saving = self.loading = None
+            self._modules.clear()
+            self._pinned.clear()
+            self._context.pop()
+            self._context.detach()
 
 
 def _driver(index: int) -> Any:

@@ -2,7 +2,7 @@
 //
 // Like a library on a card, it sums in another order at another number of rows: 64 rows have an order of their own. So who
 // relies on rows not depending on their company without running everything at one number of rows gets other bits.
-#include "streams.h"
+#include "memory.h"
 
 using bf16 = uint16_t;
 using Lanes = float __attribute__((vector_size(64)));  // 16
@@ -69,6 +69,10 @@ static void product(void* out, int64_t out_stride, bool out_f32, Matrix x, Matri
 API int fakecuda_linear(void* stream, void* out, int64_t out_stride, int out_f32, const bf16* x, int64_t x_stride, const bf16* w,
                         int64_t w_stride, const bf16* bias, int m, int n, int k) {
   LOCKED;
+  auto on_card = [](const void* at, int64_t elements, size_t size) { return inside(device, (uintptr_t)at, elements * size); };
+  if (!on_card(out, (m - 1) * out_stride + n, out_f32 ? 4 : 2) || !on_card(x, (m - 1) * x_stride + k, 2) ||
+      !on_card(w, (n - 1) * w_stride + k, 2) || (bias && !on_card(bias, n, 2)))
+    return INVALID_VALUE;
   count(counted::products);
   Op op{[=] { product(out, out_stride, out_f32, {x, x_stride}, {w, w_stride}, bias, m, n, k); }};
   op.is_kernel = true;
