@@ -70,6 +70,15 @@ __device__ __forceinline__ float warp_max(float v) {
 __device__ __forceinline__ float sigmoid(float x) { return 1.f / (1.f + expf(-x)); }
 __device__ __forceinline__ float silu(float x) { return x * sigmoid(x); }
 
+// hashes --------------------------------------------------------------------------------------------------------------
+constexpr u64 GOLDEN = 0x9E3779B97F4A7C15ull;
+
+__device__ __forceinline__ u64 mix64(u64 x) {  // the finaliser of SplitMix64
+  x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9ull;
+  x = (x ^ x >> 27) * 0x94D049BB133111EBull;
+  return x ^ x >> 31;
+}
+
 // cp.async: 16 bytes from global to shared memory; zeros where not `valid` (nothing is read then) -----------------------
 __device__ __forceinline__ void copy16_async(void* shared, const void* global, bool valid) {
 #ifdef KSHIM

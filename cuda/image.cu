@@ -15,14 +15,6 @@
 // Floor: the bytes of the parts, read once; beside them about 30 integer operations a word.
 #include "common.cuh"
 
-constexpr u64 GOLDEN = 0x9E3779B97F4A7C15ull;
-
-__device__ __forceinline__ u64 mix64(u64 x) {  // the finaliser of SplitMix64
-  x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9ull;
-  x = (x ^ x >> 27) * 0x94D049BB133111EBull;
-  return x ^ x >> 31;
-}
-
 __device__ __forceinline__ u64 word_hash(u64 word, u64 seed, i64 index) { return mix64(word ^ mix64(seed + (u64)index * GOLDEN)); }
 
 extern "C" __global__ void __launch_bounds__(256, 2)

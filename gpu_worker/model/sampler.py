@@ -257,11 +257,12 @@ def _top_k(scaled: np.ndarray, kept: np.ndarray | None, k: int) -> np.ndarray:
 
 def _top_p(scaled: np.ndarray, kept: np.ndarray | None, top_p: float) -> np.ndarray:
     """The shortest prefix, most likely first, whose mass reaches top_p of what is left; the first id always stays."""
-    weights = np.exp(scaled if kept is None else scaled[kept])
+    values = scaled if kept is None else scaled[kept]
+    weights = np.exp(values)
     total = float(weights.sum(dtype=np.float64))
     # All ids below this weight together have less mass than may be dropped, so none of them belongs to the prefix.
     candidates = np.flatnonzero(weights >= (1 - top_p) * total / len(weights) * 0.999)
-    order = candidates[np.argsort(-weights[candidates], kind="stable")]
+    order = candidates[np.argsort(-values[candidates], kind="stable")]
     mass = np.cumsum(weights[order], dtype=np.float64)
     count = 1 + int(np.searchsorted(mass, top_p * total))
     chosen = np.sort(order[:count])
