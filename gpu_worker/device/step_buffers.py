@@ -56,7 +56,7 @@ class StepBuffers:
     seq_of             int32 [R]     index into all arrays of [S]; 0 where padding
     tile_row           int32 [R]     first row of each tile of attention
     tile_count         int32 [R]     its rows; 0: padding
-    out_rows           int32 [R]     rows that go on to the head, -1: padding; the first Shape.draws of them are drawn from
+    out_rows           int32 [R + N] rows that go on to the head, -1: padding; the first Shape.draws of them are drawn from
     row_begin          int32 [S]     first of its rows
     row_count          int32 [S]     how many, drafts included; 0: padding
     drafts             int32 [S]     how many of them, the last ones, are drafts
@@ -102,12 +102,14 @@ class StepBuffers:
         self.limits = limits
         self._card = card
         r, s, n, k = limits.rows, limits.sequences, limits.draws, limits.draft_max
+        if r < n:
+            raise ValueError(f"{s} sequences with {k} drafts are more than {r} rows")
         shapes: dict[str, tuple[int, ...]] = {
             "positions": (r,),
             "seq_of": (r,),
             "tile_row": (r,),
             "tile_count": (r,),
-            "out_rows": (r,),
+            "out_rows": (r + n,),
             "row_begin": (s,),
             "row_count": (s,),
             "drafts": (s,),

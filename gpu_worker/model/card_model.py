@@ -5,9 +5,8 @@ the functions with host tensors.
 """
 
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -79,25 +78,17 @@ class CardModel:
         """Logits of the first `shape.draws` hidden rows, the draws, and how many drafts agree with them."""
         self._run(("draws", shape), lambda program: program.draws(shape))
 
-    def read_logits(self, outs: Sequence[int]) -> Tensor:
-        """float32 [n, vocab] in host memory: logits of a step that is over, of rows that went to the head, which follow one
-        another. Those that were drawn from are still there; those of prompt tokens are computed now."""
-        work, first, end = self._work, outs[0], outs[-1] + 1
-        if end <= np.count_nonzero(self.buffers.draw_seq >= 0):
-            return self._on_card.download(work.logits[first:end])
-        parts = [
-            self._logits_of(at, min(end - at, self.buffers.limits.draws)) for at in range(first, end, self.buffers.limits.draws)
-        ]
-        return torch.cat(parts)
+    def enqueue_logits(self, first: int, count: int) -> None:
+        """`logits_rows` of hidden rows first .. first + count that go to the head, at most Limits.draws at once."""
+        self._run(("logits", first, count), lambda program: program.logits(first, count))
 
-    def _logits_of(self, first: int, count: int) -> Tensor:
-        into = self._work.adjusted  # `logits` may be asked for again
-        self._run(("logits", first, count), lambda program: program.logits(first, count, into))
-        return self._on_card.download(into[:count])
+    def logits_rows(self, count: int) -> Tensor:
+        """float32 [count, vocab] on the card: what `enqueue_draws` or `enqueue_logits` has left there."""
+        return self._work.logits[:count]
 
     def scratch(self, draw: int) -> int:
-        """Address of the row in which the logits of a draw may be changed, those of the draws that follow behind it."""
-        return self._work.adjusted.data_ptr() + draw * self.spec.vocab * 4
+        """Address of the row in which the logits of a draw may be changed."""
+        return self._work.changed[draw].data_ptr()
 
     def _run(self, key: Hashable, prepare: Callable[[Program], list[Call]]) -> None:
         calls = self._calls.get(key)
@@ -141,7 +132,8 @@ class CardModel:
         found = []
         for rows in hidden.split(self.buffers.limits.draws):
             self._on_card.put(self._work.out_hidden, rows.to(self.dtype))
-            found.append(self._logits_of(0, len(rows)))
+            self.enqueue_logits(0, len(rows))
+            found.append(self._on_card.download(self.logits_rows(len(rows))))
         return torch.cat(found)
 
     def draft(self, token_ids: Tensor, positions: Tensor, hidden: Tensor, tables: Tensor, kv: KvCache) -> Tensor:

@@ -27,12 +27,12 @@ BUSY = 264  # tiles times key-value heads from which a card is busy without spli
 def kernel_names(spec: ModelSpec) -> list[str]:
     """What a model of this shape launches."""
     names = ["embed", "rms_norm", "silu_mul", f"write_cells_d{spec.head_dim}", f"attend_d{spec.head_dim}"]
-    names += ["adjust", "draw", "accept"]
+    names += ["draw", "accept"]
     if spec.delta:
         kind = f"k{spec.delta.key_dim}"
         names += [f"delta_inputs_{kind}", f"delta_rule_{kind}", "delta_check", "delta_log", "delta_gate", "delta_finish"]
     if spec.mtp:
-        names += ["pair", "pair_draft", "keep_hidden", "keep_accepted"]
+        names += ["pair", "pair_draft", "draw_draft", "keep_hidden", "keep_accepted"]
     return names
 
 
@@ -71,13 +71,13 @@ class Workspace:
             self.delta_v, self.delta_out = make(f32, rows, delta.value_width), make(f32, rows, delta.value_width)
             self.delta_g, self.delta_beta = make(f32, rows, delta.value_heads), make(f32, rows, delta.value_heads)
         self._inner = make(bf16, rows * max(inner))
-        self.out_hidden = make(bf16, rows + EXACT_ROWS, spec.hidden)  # logits are made of any rows of it
+        self.out_hidden = make(bf16, rows + draws + EXACT_ROWS, spec.hidden)  # products of its rows begin anywhere
         if spec.mtp:
             self.hidden = make(bf16, rows, spec.hidden)
             self.pairs = make(bf16, rows, 2 * spec.hidden)
             self.before = make(f32, _padded(limits.sequences), spec.hidden)
         self.logits = make(f32, draws, spec.vocab)
-        self.adjusted = make(f32, draws, spec.vocab)
+        self.changed = make(f32, draws, spec.vocab)
         longest = limits.table_stride * 16
         partials = min(PARTIALS, min(BUSY, limits.rows * spec.num_kv_heads) << (-(-longest // SPLIT) - 1).bit_length())
         self.part_o = make(f32, partials, TILE, spec.head_dim)
@@ -148,9 +148,9 @@ class Program:
             calls += self._fill(weights.mtp, shape)
         return calls
 
-    def logits(self, first: int, count: int, into: Tensor) -> list[Call]:
-        """Logits [count] of `out_hidden` from row `first` on."""
-        return self._product(self._weights.head, self._work.out_hidden[first:], into, count)
+    def logits(self, first: int, count: int) -> list[Call]:
+        """`logits` [count] of `out_hidden` from row `first` on."""
+        return self._product(self._weights.head, self._work.out_hidden[first:], self._work.logits, count)
 
     def draft_logits(self, count: int) -> list[Call]:
         """`logits` [count, rows of the drafting head] of the rows in `normed`."""
@@ -183,6 +183,35 @@ class Program:
         calls += self._attend(head.layer, self._kv.layers - 1, one_each, first=1, places=places)
         calls += self._feed_forward(head.layer.mlp, count)
         calls.append(self._norm(count, work.normed, head.norm, work.added, work.before))
+        return calls
+
+    def drafts(self, shape: Shape) -> list[Call]:
+        """All passes of the head; each token goes to `tokens`, where the next pass and the forward pass find it."""
+        at, head, calls = self._at, self._weights.mtp, []
+        assert head is not None
+        for depth in range(shape.depth):
+            positions, tiles = (at[name] + depth * self._sequences * 4 for name in ("draft_positions", "draft_tiles"))
+            calls += self.draft_pass(shape, depth, positions, tiles)
+            calls += self.draft_logits(shape.sequences)
+            arguments = (at["tokens"], self.draft_columns, self.draft_columns.shape[1], head.draft_ids, head.column_of)
+            arguments += (self._spec.vocab, at["draw_params"], positions, at["row_begin"], depth)
+            calls.append(self._call("draw_draft", shape.sequences, *arguments))
+        return calls
+
+    def draws(self, shape: Shape) -> list[Call]:
+        """Logits of the first rows of `out_hidden`, the tokens drawn from them, and the drafts that agree with these."""
+        at, work = self._at, self._work
+        calls = self.logits(0, shape.draws)
+        names = ("draw_params", "tokens", "positions", "row_begin", "row_count", "drafts", "out_rows", "draw_seq")
+        arguments = (at["drawn"], work.logits, self._spec.vocab, *(at[name] for name in names))
+        calls.append(self._call("draw", shape.draws, *arguments))
+        names = ("accepted", "drawn", "tokens", "row_begin", "row_count", "drafts", "first_draw")
+        arguments = (*(at[name] for name in names), shape.sequences)
+        calls.append(self._call("accept", -(-shape.sequences // 128), *arguments))
+        if shape.depth:
+            names = ("positions", "row_begin", "row_count", "drafts", "accepted")
+            arguments = (*self._pool, self._kv.hidden_at, work.hidden, *(at[name] for name in names), *self._table)
+            calls.append(self._call("keep_accepted", shape.sequences, *arguments, self._spec.hidden))
         return calls
 
     # parts ------------------------------------------------------------------------------------------------------------
@@ -303,13 +332,6 @@ class Program:
         arguments = (work.hidden, *where, at["row_begin"], at["row_count"], *self._table, spec.hidden)
         calls.append(self._call("keep_hidden", rows, *self._pool, hidden_at, *arguments))
         return calls
-
-    def keep_accepted(self, shape: Shape) -> Call:
-        """Puts right the hidden row of a block that a rejected draft has left there."""
-        at = self._at
-        names = ("positions", "row_begin", "row_count", "drafts", "accepted")
-        arguments = (*self._pool, self._kv.hidden_at, self._work.hidden, *(at[name] for name in names), *self._table)
-        return self._call("keep_accepted", shape.sequences, *arguments, self._spec.hidden)
 
     def _norm(
         self, rows: int, y: Tensor, weight: Tensor, added: Tensor | None, y32: Tensor | None = None, *, rows_at: int = 0

@@ -77,7 +77,8 @@ class CardHead:
     layer: CardAttention
     norm: Tensor
     logits: Product  # the trunk's, or its rows that are drafted
-    draft_ids: Tensor | None  # int32, on the card: the tokens of these rows; None: all
+    draft_ids: Tensor | None  # int32: the tokens of these rows; None: all
+    column_of: Tensor | None  # int32 [vocab]: the row of each token, -1: none
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,8 +147,10 @@ class _Loader:
 
     def head(self, trunk: Product) -> CardHead:
         ids = self.source.dense("mtp.draft_ids", torch.int32) if self.source.has("mtp.draft_ids") else None
-        logits = trunk
+        logits, columns = trunk, None
         if ids is not None:
+            columns = torch.full((self.spec.vocab,), -1, dtype=torch.int32)
+            columns[ids.long()] = torch.arange(len(ids), dtype=torch.int32)
             rows = self.source.dense("embed" if self.spec.tied else "head", torch.bfloat16)[ids.long()]
             logits = Product(self.on_card.upload(rows))
         return CardHead(
@@ -158,6 +161,7 @@ class _Loader:
             norm=self.vector("mtp.norm"),
             logits=logits,
             draft_ids=None if ids is None else self.on_card.upload(ids),
+            column_of=None if columns is None else self.on_card.upload(columns),
         )
 
     def matrix(self, name: str) -> Tensor:

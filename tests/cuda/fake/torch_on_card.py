@@ -43,6 +43,11 @@ class TorchOnCard:
         self._card.synchronize()
         return tensor.clone()
 
+    def put(self, target: Tensor, rows: Tensor) -> None:
+        """Copy `rows` into the first rows of `target` on the card, after all work enqueued so far."""
+        self._card.synchronize()
+        target[: len(rows)].copy_(rows)
+
     @contextlib.contextmanager
     def streaming(self) -> Iterator[None]:
         """`linear` is to be called within this: outside, torch would use a stream of its own."""
