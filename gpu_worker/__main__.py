@@ -5,6 +5,7 @@ import secrets
 import signal
 import sys
 import time
+import traceback
 
 import psutil
 import zmq
@@ -14,15 +15,17 @@ from gpu_worker import journal
 from gpu_worker.device.kv_cache import KvCache, block_bytes
 from gpu_worker.device.state_cache import state_bytes
 from gpu_worker.draft_cost import TOO_MUCH, draft_cost
+from gpu_worker.engine import Engine
 from gpu_worker.model.exactness import prove
 from gpu_worker.model.load import Model, available_processors, load_model
+from gpu_worker.on_card import OpenCard, card_of, engine_on
 from gpu_worker.parking import Parking
 from gpu_worker.policy.recording import Header
 from gpu_worker.policy.scheduler import Limits, Scheduler
 from gpu_worker.runner import Runner
 from gpu_worker.worker import Worker
 from wire import sockets
-from wire.config import Config, ConfigError, devices, draft_length, policy_settings
+from wire.config import Config, ConfigError, device_of, devices, draft_length, policy_settings
 from wire.messages import Hello
 from wire.model_files import ModelFiles, find_model
 from wire.model_spec import ModelSpec
@@ -33,29 +36,51 @@ DRAFT_AUTO = 2
 PARKING_SLOTS = 2  # states beyond --slots: a sequence keeps its own until its image is saved, and the next need not wait for that
 
 
+class Draft(Struct, frozen=True):
+    """What the head may draft."""
+
+    most: int = 0  # tokens for one row of a step
+    note: str = ""  # why none
+
+
 def main(config: Config) -> int:
     """Everything that can fail for a reason the user must change fails here, before the socket opens."""
-    name = os.environ.get("PARKADE_WORKER_NAME", "cpu0")
+    name = os.environ.get("PARKADE_WORKER_NAME") or next(iter(devices(config.device)))
     files = find_model(config.model)
-    num_blocks = config.ctx // BLOCK_SIZE
-    model, draft = with_drafts(config, files)
-    state_slots = config.slots + PARKING_SLOTS if model.spec.delta else 0
-    check_memory(config, model, num_blocks, state_slots, draft.most)
-    kv = KvCache(model.spec, num_blocks, BLOCK_SIZE, model.kv_dtype, state_slots, draft.most)
-    exact, exact_note = prove(model) if config.exact == "on" else (False, "--exact off")
-    max_context = min(num_blocks * BLOCK_SIZE, model.spec.max_context)
+    card = card_of(device_of(name, config.device))
+    if card is None:
+        return _serve(config, name, files, None)
+    try:
+        return _serve(config, name, files, card)
+    except BaseException as error:
+        traceback.clear_frames(error.__traceback__)  # what they hold of the card must go before the card does
+        raise
+    finally:
+        card.close()
+
+
+def _serve(config: Config, name: str, files: ModelFiles, card: OpenCard | None) -> int:
+    """On this card, or on the CPU. When it returns nothing of the card is in use."""
+    draft = drafts_of(config, files, card is not None)
+    state_slots = config.slots + PARKING_SLOTS if files.spec.delta else 0
+    if card is None:
+        engine = engine_on_cpu(config, files, draft, state_slots)
+    else:
+        engine = engine_on(card, config, files, draft.most, state_slots, step_budget(config, draft.most))
+    spec, kv = engine.spec, engine.kv
+    pool_cells = kv.num_blocks * BLOCK_SIZE
     hello = Hello(
-        name=name, pid=os.getpid(), model=files.name, device="cpu", dtype=model.dtype_name, pool_cells=num_blocks * BLOCK_SIZE,
-        block_size=BLOCK_SIZE, slots=config.slots, max_context=max_context, exact=exact, exact_note=exact_note,
-        weight_bytes=model.weight_bytes, pool_bytes=kv.bytes, state_bytes=kv.state_bytes, state_slots=state_slots,
-        draft=draft.most, draft_note=draft.note, reuse=may_reuse(config, model.spec), vocab=model.spec.vocab,
+        name=name, pid=os.getpid(), model=files.name, device=engine.device, dtype=engine.dtype, pool_cells=pool_cells,
+        block_size=BLOCK_SIZE, slots=config.slots, max_context=min(pool_cells, spec.max_context), exact=engine.exact,
+        exact_note=engine.exact_note, weight_bytes=engine.weight_bytes, pool_bytes=kv.bytes, state_bytes=kv.state_bytes,
+        state_slots=state_slots, draft=draft.most, draft_note=draft.note, reuse=may_reuse(config, spec), vocab=spec.vocab,
     )  # fmt: skip
     announce(hello)
     identity = f"{name}-{os.getpid()}-{secrets.token_hex(4)}"
-    scheduler = make_scheduler(config, limits(config, files, model.spec, hello), hello)
-    parking = Parking(kv, sockets.hostcache_path(config.run_dir), identity, time.monotonic)
+    scheduler = make_scheduler(config, limits(config, files, spec, hello), hello)
+    parking = Parking(kv, sockets.hostcache_path(config.run_dir), identity, time.monotonic, engine.copies(identity))
     socket = sockets.dealer_socket(zmq.Context.instance(), sockets.worker_address(config.run_dir), identity.encode())
-    worker = Worker(hello, socket, scheduler, Runner(model, kv), parking)
+    worker = Worker(hello, socket, scheduler, engine.runner, parking)
 
     def stop(_signal: int, _frame: object) -> None:
         worker.stopping = True
@@ -66,9 +91,23 @@ def main(config: Config) -> int:
     try:
         worker.run()
     finally:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # it has ended; and the handler holds the worker
         if isinstance(scheduler, journal.JournaledScheduler):
             scheduler.journal.close()
+        engine.close()
     return 0
+
+
+def engine_on_cpu(config: Config, files: ModelFiles, draft: Draft, state_slots: int) -> Engine:
+    """Load the model into memory. ConfigError if it does not fit."""
+    if not config.ctx:
+        raise ConfigError("--ctx 0: on the CPU the pool needs a number of cells; only a card is filled by itself")
+    num_blocks = config.ctx // BLOCK_SIZE
+    model = model_on_cpu(config, files, draft)
+    check_memory(config, model, num_blocks, state_slots, draft.most)
+    kv = KvCache(model.spec, num_blocks, BLOCK_SIZE, model.kv_dtype, state_slots, draft.most)
+    exact, note = prove(model) if config.exact == "on" else (False, "--exact off")
+    return Engine("cpu", model.spec, model.dtype_name, model.weight_bytes, kv, exact, note, Runner(model, kv))
 
 
 def make_scheduler(config: Config, limits: Limits, hello: Hello) -> Scheduler:
@@ -84,22 +123,15 @@ def make_scheduler(config: Config, limits: Limits, hello: Hello) -> Scheduler:
     return journal.JournaledScheduler(limits, kept)
 
 
-class Draft(Struct, frozen=True):
-    """What the head may draft."""
-
-    most: int = 0  # tokens for one row of a step
-    note: str = ""  # why none
-
-
-def with_drafts(config: Config, files: ModelFiles) -> tuple[Model, Draft]:
-    """The model, with its head only if that is to draft. ConfigError if it has none and is told to draft."""
-    draft = drafts_of(config, files)
+def model_on_cpu(config: Config, files: ModelFiles, draft: Draft) -> Model:
+    """The model, with its head only if that is to draft."""
     threads = max(1, available_processors() // len(devices(config.device)))  # the workers share the processors
-    return load_model(files, config.dtype, exact=config.exact == "on", threads=threads, mtp=draft.most > 0), draft
+    return load_model(files, config.dtype, exact=config.exact == "on", threads=threads, mtp=draft.most > 0)
 
 
-def drafts_of(config: Config, files: ModelFiles) -> Draft:
-    """What `--draft` means for this model: a number is taken as it is, `auto` is 2 where a draft is cheap enough."""
+def drafts_of(config: Config, files: ModelFiles, on_card: bool) -> Draft:
+    """What `--draft` means for this model: a number is taken as it is, `auto` is 2 where a draft is cheap enough. ConfigError if
+    the model has no head and is told to draft."""
     wanted = draft_length(config.draft)
     if wanted == 0:
         return Draft(note="--draft 0")
@@ -109,7 +141,7 @@ def drafts_of(config: Config, files: ModelFiles) -> Draft:
         return Draft(note=f"{files.name} has no head that drafts")
     if wanted:
         return Draft(wanted)
-    cost = draft_cost(files.spec)[0]
+    cost = draft_cost(files.spec, on_card)[0]
     return Draft(DRAFT_AUTO) if cost <= TOO_MUCH else Draft(note=f"a draft costs about {cost}% of a step")
 
 
@@ -129,7 +161,8 @@ def announce(hello: Hello) -> None:
     if hello.state_slots:
         size = hello.state_slots * hello.state_bytes
         parts.insert(2, f"{hello.state_slots} recurrent states in {size / 2**20:.1f} MiB, so no reuse of earlier prompts")
-    log.info("%s as %s: %s", hello.model, hello.dtype, ", ".join(parts))
+    where = "" if hello.device == "cpu" else f" on {hello.device}"
+    log.info("%s as %s%s: %s", hello.model, hello.dtype, where, ", ".join(parts))
 
 
 def limits(config: Config, files: ModelFiles, spec: ModelSpec, hello: Hello) -> Limits:
@@ -143,12 +176,17 @@ def limits(config: Config, files: ModelFiles, spec: ModelSpec, hello: Hello) -> 
         park_every=config.park_every,
         reuse=hello.reuse,
         draft_max=hello.draft,
-        draft_cost=draft_cost(spec) if hello.draft else (0,),
+        draft_cost=draft_cost(spec, on_card=hello.device != "cpu") if hello.draft else (0,),
         state_slots=hello.state_slots or None,
         eos_token_ids=files.eos_token_ids,
         exact=hello.exact,
         **policy_settings(config),
     )
+
+
+def step_budget(config: Config, draft_max: int) -> int:
+    """Limits.step_budget, before the limits are known: the most tokens that a step feeds."""
+    return max(config.step_tokens, config.slots * (1 + draft_max))
 
 
 def check_memory(config: Config, model: Model, num_blocks: int, state_slots: int, draft_max: int) -> None:

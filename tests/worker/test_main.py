@@ -9,7 +9,7 @@ from msgspec import structs
 
 from gpu_worker import __main__ as worker
 from gpu_worker.device.kv_cache import KvCache
-from gpu_worker.draft_cost import DRAFT, SEQUENCE, STEP, TOO_MUCH, VERIFY, draft_cost
+from gpu_worker.draft_cost import CARD_DRAFT, CARD_STEP, CARD_VERIFY, DRAFT, SEQUENCE, STEP, TOO_MUCH, VERIFY, draft_cost
 from gpu_worker.policy.limits import Limits
 from tests.make_models import write_hf
 from wire.config import FIELDS, Config, ConfigError, policy_settings
@@ -30,14 +30,15 @@ def folders(tmp_path_factory):
 def settled(folder, **settings):
     config = Config(model=str(folder), dtype="f32", ctx=256, **settings)
     files = find_model(config.model)
-    return config, files, *worker.with_drafts(config, files)
+    draft = worker.drafts_of(config, files, on_card=False)
+    return config, files, worker.model_on_cpu(config, files, draft), draft
 
 
 def test_workers_share_the_processors(folders, monkeypatch):
     asked = []
     monkeypatch.setattr(worker, "available_processors", lambda: 5)
     monkeypatch.setattr(worker, "load_model", lambda files, dtype, **options: asked.append(options["threads"]))
-    for device in ("auto", "cpu,cpu", "cpu,cpu,cpu,cpu,cpu,cpu"):
+    for device in ("auto", "cpu,cuda:0", "cpu,cpu,cpu,cpu,cpu,cpu"):
         settled(folders / "plain", device=device)
     assert asked == [5, 2, 1]
 
@@ -55,10 +56,10 @@ def test_without_drafts_the_head_stays_in_its_file(folders):
 
 
 def test_auto_drafts_where_a_draft_is_cheap_and_says_why_not(folders, monkeypatch):
-    monkeypatch.setattr(worker, "draft_cost", lambda spec: (TOO_MUCH, 90))
+    monkeypatch.setattr(worker, "draft_cost", lambda spec, on_card: (TOO_MUCH, 90))
     _, _, model, draft = settled(folders / "hybrid")
     assert draft == worker.Draft(worker.DRAFT_AUTO) and model.spec.mtp is not None
-    monkeypatch.setattr(worker, "draft_cost", lambda spec: (TOO_MUCH + 5, 90))
+    monkeypatch.setattr(worker, "draft_cost", lambda spec, on_card: (TOO_MUCH + 5, 90))
     _, _, model, draft = settled(folders / "hybrid")
     assert draft == worker.Draft(0, "a draft costs about 85% of a step") and model.spec.mtp is None
 
@@ -79,6 +80,28 @@ def test_a_draft_costs_a_pass_of_the_head_and_a_row():
 def test_a_draft_costs_little_where_messages_and_plans_take_most_of_a_step():
     spec = find_model("bard").spec
     assert max(draft_cost(spec)) < 20
+
+
+def test_what_a_draft_costs_on_a_card():
+    spec = find_model("smollm2").spec
+    layer = 576 * (2 * 576 + 2 * 192) + 3 * 576 * 1536
+    step = 30 * layer + 49152 * 576
+    with_head = structs.replace(spec, mtp=MtpSpec(intermediate=1536, draft_vocab=8192))
+    draft = layer + 2 * 576 * 576 + 8192 * 576 + CARD_DRAFT
+    assert draft_cost(with_head, on_card=True) == (math.ceil((CARD_VERIFY * step + 100 * draft) / (step + CARD_STEP)),)
+
+
+def test_a_pool_of_all_that_fits_is_for_cards(folders):
+    config = Config(model=str(folders / "plain"), ctx=0)
+    with pytest.raises(ConfigError, match="^--ctx 0: on the CPU the pool needs a number of cells"):
+        worker.engine_on_cpu(config, find_model(config.model), worker.Draft(), 0)
+
+
+def test_the_limits_know_what_a_step_feeds_before_they_are_made(folders):
+    for settings in ({"slots": 5}, {"slots": 100, "draft": "3"}):
+        config, files, model, draft = settled(folders / "hybrid", **settings)
+        hello = Hello("w", 1, "m", "cpu", "f32", 256, 16, 5, 256, True, draft=draft.most, reuse=False, state_slots=9)
+        assert worker.limits(config, files, model.spec, hello).step_budget == worker.step_budget(config, draft.most)
 
 
 def test_a_model_without_a_head(folders):
@@ -138,7 +161,10 @@ def test_a_line_for_the_log(caplog):
     )
     with caplog.at_level(logging.INFO, "parkade"):
         worker.announce(hello)
-    assert caplog.messages == [
+        worker.announce(structs.replace(hello, device="cuda:1 Card"))
+    first, second = caplog.messages
+    assert second == first.replace("m as f32:", "m as f32 on cuda:1 Card:")
+    assert [first] == [
         "m as f32: weights 0 MiB, pool 256 cells in 0 MiB, 3 recurrent states in 3.0 MiB, so no reuse of earlier prompts, "
         "exact no (why), no drafts (--draft 0)"
     ]
