@@ -1,16 +1,19 @@
 // Causal attention over the pool's blocks for decode, drafts and prefill chunks, in one kernel.
 //
-// attend_d{64,96,128,256}, grid (tiles, kv_heads, splits) x 128 threads, 16 (5 * 4 (D + 8) + 2 (D + 8) + 32) + 16 bytes of dynamic
-// shared memory: d64 25872, d96 37136, d128 48400, d256 93456.
+// attend_d{64,96,128,256}, grid (tiles, kv_heads, splits) x 128 threads, 16 (22 (D + 8) + 32) + 16 bytes of dynamic shared
+// memory: 25872, 37136, 48400, 93456.
 //
-//   out, q       bf16 [rows][heads * D]; out *= sigmoid(gate), gate bf16 [row * gate_stride + head * D + d], if there is a gate
-//   pool         [block][layer][k|v][kv_head][16 cells][D] bf16, see common.cuh; row r's own cell is written before
-//   tile_row     i32 [tiles] first row, tile_count i32 [tiles] rows (0: padding, left alone) of a tile: consecutive rows of one
-//                sequence, at most 16 / G of them with G = heads / kv_heads query heads a key-value head, 1 <= G <= 16
-//   positions, seq_of i32 [rows]; seats i32 [sequences] the row of `tables` i32 [seats][table_stride], block numbers
+//   out, q       bf16 [rows][heads * D]
+//   pool         [block][layer][k|v][kv_head][16 cells][D] bf16, see common.cuh; the rows' own cells are written before
+//   gate         bf16 [row * gate_stride + head * D + d], or null: out *= sigmoid(gate)
+//   tile_row, tile_count  i32 [tiles]: a tile is up to 16 / G consecutive rows of one sequence, positions ascending, where
+//                G = heads / kv_heads query heads share a key-value head, 1 <= G <= 16. No rows: padding, left alone
+//   positions, seq_of  i32 [rows]; a tile whose last row has position -1 is left alone
+//   seats        i32 [sequences], rows of `tables`, i32 [seats][table_stride] block numbers
 //   first        cells before it are not read; a row before it gets zeros
-//   part_o       float [tiles][kv_heads][splits][16][D], part_ml float [tiles][kv_heads][splits][16][2],
-//   done         u32 [tiles][kv_heads], zero before and after: all three only where splits > 1
+//   part_o, part_ml, done  where splits > 1: float [tiles][kv_heads][splits][16][D], float [tiles][kv_heads][splits][16][2],
+//                u32 [tiles][kv_heads] zero before and after
+//   q, out and gate lie at multiples of 8 bytes, the pool's blocks at multiples of 16
 //
 // The 16 rows of the tensor cores' tile are row * G + head, so that the query heads of one key-value head, and draft rows, share
 // every byte read. A split is SPLIT cells; each of the 4 warps streams a quarter of it, 4 blocks, through one buffer for keys and
@@ -20,8 +23,9 @@
 // operations in the same order, and a part without a cell of a row changes no bit of it: a row's result depends neither on its
 // company in tile and batch, nor on the form, nor on where its blocks lie.
 //
-// Registers (sm_90): REGISTERS. Floor: the bytes of the cells read, 4 D a cell and key-value head, once for each tile;
-// operations 64 D a cell and tile, 16 a byte, so decode is bound by memory and prefill by the L2 cache.
+// Registers on sm_90: 117, 128, 140, 205; shared memory, too, lets 4, 4, 3, 2 thread blocks run on a multiprocessor of an H200.
+// Floor: the bytes of the cells, 4 D a cell and key-value head, once for each tile; 64 D operations a cell and tile, that is 16 a
+// byte, so decode is bound by memory and prefill by the L2 cache. Not measured on a card.
 #include "common.cuh"
 
 constexpr int SPLIT = 256;
@@ -55,7 +59,7 @@ __device__ __forceinline__ float origin(float top) { return top == -INFINITY ? 0
 // One block's keys or values of a head, zeros for cells that are not read: what lies there may be NaN.
 template <int D>
 __device__ __forceinline__ void load_cells(bf16* to, const unsigned char* from, int cell, const Cells& cells, int lane) {
-#pragma unroll
+#pragma unroll 4
   for (int j = 0; j < BLOCK_CELLS * D / 8 / 32; ++j) {
     const int i = j * 32 + lane, row = i / (D / 8), column = i % (D / 8);
     const bool valid = cell + row >= cells.first && cell + row <= cells.last;
@@ -64,12 +68,10 @@ __device__ __forceinline__ void load_cells(bf16* to, const unsigned char* from, 
 }
 
 // One warp: its quarter of a split, cells `begin` and on, in the blocks whose numbers the first lanes hold. Leaves its part,
-// float [TILE][PITCH], in its buffers. `position`: of rows lane / 4 and lane / 4 + 8 of the tile (-1: no such row); `held`: the
-// queries' fragments, if HOLD.
-template <int D, bool HOLD>
-__device__ __forceinline__ void attend_quarter(bf16* buffers, Softmax* softmax, const bf16* queries, const unsigned (*held)[4],
-                                               const Cells& cells, int begin, int numbers, const int* position, float scale,
-                                               int lane) {
+// float [TILE][PITCH], in its buffers. `position`: of rows lane / 4 and lane / 4 + 8 of the tile (-1: no such row).
+template <int D>
+__device__ __forceinline__ void attend_quarter(bf16* buffers, Softmax* softmax, const bf16* queries, const Cells& cells,
+                                               int begin, int numbers, const int* position, float scale, int lane) {
   bf16* keys = buffers;
   bf16* values = buffers + BLOCK_CELLS * PITCH<D>;
   const int blocks = min(WARP_BLOCKS, (cells.last - begin + BLOCK_CELLS) / BLOCK_CELLS);
@@ -92,10 +94,10 @@ __device__ __forceinline__ void attend_quarter(bf16* buffers, Softmax* softmax, 
 #pragma unroll
     for (int k = 0; k < D / 16; ++k) {
       unsigned q[4], b16[4];
-      if (!HOLD) load_matrices(q, queries + (lane % 16) * PITCH<D> + k * 16 + lane / 16 * 8);
+      load_matrices(q, queries + (lane % 16) * PITCH<D> + k * 16 + lane / 16 * 8);
       load_matrices(b16, keys + (lane / 16 * 8 + lane % 8) * PITCH<D> + k * 16 + lane / 8 % 2 * 8);
-      mma_16816(s[0], HOLD ? held[k] : q, b16);
-      mma_16816(s[1], HOLD ? held[k] : q, b16 + 2);
+      mma_16816(s[0], q, b16);
+      mma_16816(s[1], q, b16 + 2);
     }
     __syncwarp();
     if (b + 1 < blocks) load_cells<D>(keys, cells.keys + next, cell + BLOCK_CELLS, cells, lane);
@@ -225,7 +227,6 @@ __device__ __forceinline__ void attend(bf16* out, const bf16* q, const unsigned 
                                        const int* seq_of, const int* seats, const int* tables, int table_stride, int heads,
                                        int kv_heads, int layer, int first, float scale, float* part_o, float* part_ml,
                                        unsigned* done) {
-  constexpr bool HOLD = D == 64;  // queries in registers; larger ones would cost a thread block of each multiprocessor
   const int tile = blockIdx.x, kv_head = blockIdx.y, count = tile_count[tile], begin_row = tile_row[tile];
   if (count <= 0) return;
   const int group = heads / kv_heads, last = positions[begin_row + count - 1], sequence = seq_of[begin_row];
@@ -255,7 +256,7 @@ __device__ __forceinline__ void attend(bf16* out, const bf16* q, const unsigned 
   // This thread's share of queries, parts and total: 4 columns of 32, from `column` on, of one row.
   const int row = threadIdx.x / ROW_THREADS, column = threadIdx.x % ROW_THREADS * 4, own = row * PITCH<D> + column;
   const int token = begin_row + row / group, head = kv_head * group + row % group;
-  const bool real = row < count * group && positions[token] >= 0;
+  const bool real = row < count * group;
 #pragma unroll
   for (int j = 0; j < D; j += ROW_THREADS * 4) {
     uint2 four = make_uint2(0, 0);
@@ -271,36 +272,27 @@ __device__ __forceinline__ void attend(bf16* out, const bf16* q, const unsigned 
     const int at = lane / 4 + h * 8;
     position[h] = at < count * group ? positions[begin_row + at / group] : -1;
   }
-  unsigned held[HOLD ? D / 16 : 1][4];
-  if (HOLD) {
-#pragma unroll
-    for (int k = 0; k < D / 16; ++k) load_matrices(held[k], queries + lane % 16 * PITCH<D> + k * 16 + lane / 16 * 8);
-  }
   const unsigned char* layer_cells = pool + head_cells(0, 0, layer, 0, kv_head, kv_heads, D);
   const Cells cells = {layer_cells, layer_cells + (i64)kv_heads * BLOCK_CELLS * D * 2, block_bytes, first, last};
-  const i64 parts = ((i64)tile * kv_heads + kv_head) * gridDim.z;
-  part_o += parts * TILE * D + row * D + column;
-  part_ml += (parts * TILE + row) * 2;
+  const i64 part_row = walk ? 0 : ((i64)tile * kv_heads + kv_head) * gridDim.z * TILE + row;  // of this thread, split 0
 
   bf16* buffers = reinterpret_cast<bf16*>(quarters + warp * TILE * PITCH<D>);
   Softmax sum = {-INFINITY, 0.f}, part;
 #pragma unroll 1
   for (int split = first_split; split < splits; ++split) {
     const int begin = (split * WARPS + warp) * WARP_BLOCKS * BLOCK_CELLS, next = block_numbers(split + 1);
-    attend_quarter<D, HOLD>(buffers, softmax + warp * TILE, queries, held, cells, begin, numbers, position, scale, lane);
+    attend_quarter<D>(buffers, softmax + warp * TILE, queries, cells, begin, numbers, position, scale, lane);
     numbers = next;
     __syncthreads();
-    float* to = walk ? quarters + own : part_o + (i64)split * TILE * D;
+    float* to = walk ? quarters + own : part_o + (part_row + split * TILE) * D + column;
     part = fold_quarters<D>(to, quarters + own, softmax + row, scale);
     if (!walk) break;
     merge<D>(total + own, sum, quarters + own, part, scale);
     __syncthreads();
   }
   if (!walk) {
-    if (column == 0) {
-      part_ml[(i64)blockIdx.z * TILE * 2] = part.top;
-      part_ml[(i64)blockIdx.z * TILE * 2 + 1] = part.sum;
-    }
+    Softmax* parts = reinterpret_cast<Softmax*>(part_ml) + part_row;
+    if (column == 0) parts[first_split * TILE] = part;
     __threadfence();
     __syncthreads();
     if (threadIdx.x == 0) *order = atomicInc(done + (i64)tile * kv_heads + kv_head, splits - 1);  // the last one leaves 0
@@ -309,8 +301,7 @@ __device__ __forceinline__ void attend(bf16* out, const bf16* q, const unsigned 
     __threadfence();
 #pragma unroll 1
     for (int split = 0; split < splits; ++split) {
-      part = {part_ml[(i64)split * TILE * 2], part_ml[(i64)split * TILE * 2 + 1]};
-      merge<D>(total + own, sum, part_o + (i64)split * TILE * D, part, scale);
+      merge<D>(total + own, sum, part_o + (part_row + split * TILE) * D + column, parts[split * TILE], scale);
     }
   }
   if (!real) return;
