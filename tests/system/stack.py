@@ -28,7 +28,8 @@ STREAM_TIMEOUT_S = 240
 class Stack:
     """One running server. `with Stack(tmp_path, ctx=1024, park_ram="16MiB") as stack:` stops it at the end."""
 
-    def __init__(self, run_dir: Path, **settings: object) -> None:
+    def __init__(self, run_dir: Path, environ: dict[str, str] | None = None, **settings: object) -> None:
+        """`settings` are flags of `serve`; `environ` is added to the environment."""
         self.run_dir = run_dir
         flags = {"model": "smollm2", "port": 0, "run_dir": run_dir, **settings}
         command = [sys.executable, "-m", "parkade", "serve"]
@@ -37,7 +38,9 @@ class Stack:
             command += [flag] if value is True else [flag, str(value)]
         self._log_path = run_dir.with_name(run_dir.name + ".log")
         with self._log_path.open("w") as log:
-            self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True)
+            self.process = subprocess.Popen(
+                command, env=os.environ | (environ or {}), stdout=subprocess.PIPE, stderr=log, text=True
+            )
         self._lines: queue.Queue[str] = queue.Queue()
         threading.Thread(target=self._read, daemon=True).start()
         try:
