@@ -8,13 +8,15 @@ import contextlib
 import ctypes
 import functools
 import hashlib
+import importlib.util
 import logging
 import os
-import sysconfig
 import tempfile
 from collections.abc import Iterator
 from ctypes import byref, c_char_p, c_int, c_size_t, c_void_p
 from pathlib import Path
+
+import torch
 
 from wire.config import ConfigError
 
@@ -70,19 +72,22 @@ def _library() -> ctypes.CDLL:
 
 
 def _candidates() -> Iterator[str]:
-    """Paths and names in the order in which they are tried."""
-    packages = Path(sysconfig.get_path("purelib")) / "nvidia"
-    for major in MAJORS:
+    """Paths and names in the order in which they are tried: torch's version of CUDA first, as the driver knows that one."""
+    ours = (torch.version.cuda or "").partition(".")[0]
+    spec = importlib.util.find_spec("nvidia")  # NVIDIA's packages, wherever they are installed
+    packages = list(spec.submodule_search_locations or []) if spec else []
+    for major in sorted(MAJORS, key=lambda major: str(major) != ours):
         name = f"libnvrtc.so.{major}"
         yield name
-        yield from map(str, sorted(packages.glob(f"*/lib/{name}")))
+        for folder in packages:
+            yield from map(str, sorted(Path(folder).glob(f"*/lib/{name}")))
         yield from (f"{folder}/{name}" for folder in ("/usr/local/cuda/lib64", f"/usr/local/cuda-{major}/lib64"))
 
 
 def _load_builtins(path: str) -> None:
     """NVRTC looks for this library by its bare name when it compiles, not beside itself."""
-    for builtins in sorted(Path(path).parent.glob("libnvrtc-builtins.so.*")) if "/" in path else ():
-        if not builtins.name.endswith(".alt"):
+    if "/" in path:
+        for builtins in sorted(Path(path).parent.glob("libnvrtc-builtins.so.*")):
             ctypes.CDLL(str(builtins), mode=ctypes.RTLD_GLOBAL)
 
 
