@@ -86,6 +86,10 @@ class CardModel:
         """float32 [count, vocab] on the card: what `enqueue_draws` or `enqueue_logits` has left there."""
         return self._work.logits[:count]
 
+    def hidden_rows(self) -> Tensor:
+        """bf16 [R, hidden] on the card: every row of the last forward pass of a model with a head."""
+        return self._work.hidden
+
     def scratch(self, draw: int) -> int:
         """Address of the row in which the logits of a draw may be changed."""
         return self._work.changed[draw].data_ptr()

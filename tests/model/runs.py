@@ -5,24 +5,25 @@ from pathlib import Path
 import torch
 
 from gpu_worker.device.kv_cache import KvCache
+from gpu_worker.device.memory import Allocate, host_memory
 from gpu_worker.model.batch import Batch
 from gpu_worker.model.load import Model
 
 DRAFT_MAX = 8
 
 
-def cache(model: Model, cells: int) -> KvCache:
+def cache(model: Model, cells: int, allocate: Allocate = host_memory) -> KvCache:
     """A pool for as many cells, full of what no test may read."""
-    kv = KvCache(model.spec, -(-cells // 16), 16, model.kv_dtype, state_slots=2, draft_max=DRAFT_MAX)
+    kv = KvCache(model.spec, -(-cells // 16), 16, model.kv_dtype, state_slots=2, draft_max=DRAFT_MAX, allocate=allocate)
     kv.rows.fill_(torch.nan)
     if kv.states:
         kv.states.flat.fill_(torch.nan)
     return kv
 
 
-def logits_of(model: Model, tokens: list[int], chunk: int = 100) -> torch.Tensor:
+def logits_of(model: Model, tokens: list[int], chunk: int = 100, allocate: Allocate = host_memory) -> torch.Tensor:
     """Of every position, fed in chunks."""
-    kv = cache(model, len(tokens))
+    kv = cache(model, len(tokens), allocate)
     blocks = list(range(kv.num_blocks))[::-1]
     parts = [Batch.of([(tokens[at : at + chunk], at, blocks)], last_only=False) for at in range(0, len(tokens), chunk)]
     return torch.cat([model.logits(model.forward(part, kv)) for part in parts])
