@@ -35,6 +35,7 @@ KERNELS: dict[str, Kernel] = {
     "keep_hidden": Kernel("norm.cu", 256, _POOL + "7Pii"),
     "keep_accepted": Kernel("norm.cu", 256, _POOL + "8Pii"),
     "silu_mul": Kernel("mlp.cu", 256, "PPii"),
+    "checksum": Kernel("image.cu", 256, "5Pi"),
     "draw": Kernel("sample.cu", 1024, "PPi8P"),
     "draw_draft": Kernel("sample.cu", 1024, "PPiPPi3Pi"),
     "accept": Kernel("sample.cu", 128, "7Pi"),

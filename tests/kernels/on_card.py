@@ -1,0 +1,82 @@
+"""The harness's `run` on a real card: the same tests, with PARKADE_KERNELS=card. `make gpu-check` does that.
+
+Whole storages travel, so a pool and a view of it stay one memory, and what a kernel must leave alone is looked at too.
+"""
+
+import atexit
+import functools
+import os
+import struct
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from gpu_worker.device import nvrtc
+from gpu_worker.device.cuda import Card
+from gpu_worker.device.ops import KERNELS
+from gpu_worker.device.torch_on_card import TorchOnCard, prepare
+
+
+def wanted() -> bool:
+    """Whether kernels are to run on a card."""
+    return os.environ.get("PARKADE_KERNELS") == "card"
+
+
+def run(kernel: str, grid: Sequence[int], args: Sequence) -> None:
+    """Run one of ops.KERNELS to its end, with the block and the shared memory that the product gives it."""
+    card, on_card = _card()
+    entry = KERNELS[kernel]
+    tensors = [torch.from_numpy(arg) if isinstance(arg, np.ndarray) else arg for arg in args]
+    storages = {t.untyped_storage().data_ptr(): t.untyped_storage() for t in tensors if isinstance(t, torch.Tensor)}
+    bytes_of = {at: torch.empty(0, dtype=torch.uint8).set_(storage) for at, storage in storages.items() if len(storage)}
+    there = {at: on_card.upload(data) for at, data in bytes_of.items()}
+
+    def value(arg: object) -> object:
+        if not isinstance(arg, torch.Tensor):
+            return 0 if arg is None else arg
+        start = arg.untyped_storage().data_ptr()
+        return there[start].data_ptr() + arg.data_ptr() - start if start in there else 0
+
+    card.launch(
+        _function(kernel), (*grid, 1, 1)[:3], (entry.block, 1, 1), pack(entry.arguments, map(value, tensors)), entry.shared_bytes
+    )
+    card.compute.synchronize()
+    for at, data in bytes_of.items():
+        data.copy_(on_card.download(there[at]))
+
+
+def pack(layout: str, values) -> bytes:
+    """As ops.py packs, but whole numbers may be given for what is a fraction."""
+    kinds = _kinds(layout)
+    return struct.pack(layout, *(float(v) if kind in "fd" else int(v) for kind, v in zip(kinds, values, strict=True)))
+
+
+def _kinds(layout: str) -> list[str]:
+    kinds, count = [], ""
+    for letter in layout:
+        if letter.isdigit():
+            count += letter
+        else:
+            kinds += [letter] * int(count or 1)
+            count = ""
+    return kinds
+
+
+@functools.cache
+def _card() -> tuple[Card, TorchOnCard]:
+    prepare(0)
+    card = Card(0)
+
+    def close() -> None:
+        _function.cache_clear()
+        card.close()
+
+    atexit.register(close)
+    return card, TorchOnCard(card)
+
+
+@functools.cache
+def _function(kernel: str):
+    card, entry = _card()[0], KERNELS[kernel]
+    return card.functions(nvrtc.compiled(entry.file, card.architecture), {kernel: entry.shared_bytes})[kernel]
