@@ -41,8 +41,8 @@ extern "C" __global__ void __launch_bounds__(64) rotate(float* y, const float* x
 KERNEL_EXPORT(rotate)
 
 // mistake 1: some threads miss a barrier others wait at; 2: a lane left out of a full shuffle; 3: a trap; 4: a wild shuffle;
-// 5: copies nobody waits for; 6: a shared array overrun; 7: one float past `x`
-extern "C" __global__ void __launch_bounds__(64) mistake(float* x, int n, int which) {
+// 5: copies nobody waits for
+extern "C" __global__ void __launch_bounds__(64) mistake(float* x, int which) {
   __shared__ float s[64];
   const int i = threadIdx.x;
   s[i] = 0.f;
@@ -55,8 +55,6 @@ extern "C" __global__ void __launch_bounds__(64) mistake(float* x, int n, int wh
   if (which == 3 && i == 40) __trap();
   if (which == 4 && i < 16) x[i] = __shfl_sync(0xffffu, 1.f, 20);
   if (which == 5) copy16_async(s + i / 4 * 4, x, true), copies_commit();
-  if (which == 6) s[i + n] = 1.f;
-  if (which == 7) x[i < n ? i : n] = 1.f;
 }
 KERNEL_EXPORT(mistake)
 

@@ -73,21 +73,21 @@ def test_the_last_block_and_atomics():
 @pytest.mark.usefixtures("schedule")
 def test_mistakes_have_names(which: int, message: str):
     with pytest.raises(KernelError, match=message):
-        run(FILE, "mistake", (1,), 64, [poisoned(64), 64, which])
+        run(FILE, "mistake", (1,), 64, [poisoned(64), which])
 
 
 def test_arguments_are_checked():
     assert parameters(FILE, "sum") == ["Pf", "PQ", "Pf", "PI", "Pf", "q"]
     x = poisoned(64)
-    with pytest.raises(KernelError, match="takes 3 arguments"):
-        run(FILE, "mistake", (1,), 64, [x, 64])
+    with pytest.raises(KernelError, match="takes 2 arguments"):
+        run(FILE, "mistake", (1,), 64, [x])
     with pytest.raises(KernelError, match="bfloat16"):
-        run(FILE, "mistake", (1,), 64, [x.bfloat16(), 64, 0])
+        run(FILE, "mistake", (1,), 64, [x.bfloat16(), 0])
     with pytest.raises(KernelError, match="not contiguous"):
-        run(FILE, "mistake", (1,), 64, [x.view(8, 8).T, 64, 0])
+        run(FILE, "mistake", (1,), 64, [x.view(8, 8).T, 0])
     with pytest.raises(KernelError, match="is a value"):
-        run(FILE, "mistake", (1,), 64, [x, x, 0])
+        run(FILE, "mistake", (1,), 64, [x, x])
     with pytest.raises(KernelError, match="invalid launch"):
-        run(FILE, "mistake", (1,), 1056, [x, 64, 0])
+        run(FILE, "mistake", (1,), 1056, [x, 0])
     with pytest.raises(KernelError, match="no kernel nothing"):
         run(FILE, "nothing", (1,), 64, [])
