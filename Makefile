@@ -15,17 +15,21 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check -q $(PIP_FLAGS)
 PACKAGES := $(VENV)/.packages
 NATIVE := $(VENV)/.native
+PYCUDA := $(VENV)/.pycuda
+PYCUDA_WHEELS := build/pycuda
 NATIVE_SOURCES := $(wildcard gpu_worker/native/*.cpp gpu_worker/native/*.h) gpu_worker/device/native.py
 
-.PHONY: setup demo test test-long serve lint clean
+.PHONY: setup demo test test-long tested serve lint clean
 
 setup: $(PACKAGES) $(NATIVE)
 
-$(PACKAGES): pyproject.toml constraints.txt
+$(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || \
 	  { echo "setup: Python 3.11 or newer is needed, $(PYTHON) is $$($(PYTHON) -V 2>&1); try make PYTHON=python3.12" >&2; exit 1; }
-	@test -x $(BIN)/python || { echo "setup: making $(VENV)"; $(PYTHON) -m venv $(VENV); } || \
+	@echo "setup: making $(VENV)"; $(PYTHON) -m venv $(VENV) || \
 	  { rm -rf $(VENV); echo "setup: $(PYTHON) cannot make virtual environments; its venv package is missing" >&2; exit 1; }
+
+$(PACKAGES): pyproject.toml constraints.txt | $(BIN)/python
 	@echo "setup: torch (the largest part)"
 	@$(PIP) install -c constraints.txt $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX),) torch
 	@echo "setup: the other packages"
@@ -42,13 +46,29 @@ $(NATIVE): $(NATIVE_SOURCES) $(PACKAGES)
 	@touch $@
 	@echo "setup: done, the command is $(BIN)/parkade"
 
+# For the tests: PyCUDA, with which the GPU worker runs on a fake driver. It compiles while the packages are fetched. Where it
+# cannot be compiled the tests go without; it is tried again only if something was missing that may have come since.
+tested:
+	@$(MAKE) --no-print-directory -j2 setup $(PYCUDA)
+
+$(PYCUDA)-wheel: tools/build_pycuda.py | $(BIN)/python
+	@mkdir -p $(PYCUDA_WHEELS)
+	@echo "setup: PyCUDA for the tests"
+	@$(BIN)/python tools/build_pycuda.py $(PYCUDA_WHEELS) >$(PYCUDA_WHEELS)/log 2>&1; built=$$?; \
+	  test $$built = 0 || echo "setup: tests of the GPU worker will be skipped: $$(tail -n 1 $(PYCUDA_WHEELS)/log)"; \
+	  test $$built = 3 || touch $@
+
+$(PYCUDA): $(PYCUDA)-wheel $(PACKAGES)
+	@wheel=$$($(BIN)/python tools/build_pycuda.py --find $(PYCUDA_WHEELS)); \
+	  test -z "$$wheel" || { $(PIP) install --no-deps "$$wheel" && touch $@; }
+
 demo: setup
 	@$(BIN)/parkade demo $(FLAGS)
 
-test: setup
+test: tested
 	@$(BIN)/python -m pytest -q -m 'not long' $(FLAGS)
 
-test-long: setup
+test-long: tested
 	@$(BIN)/python -m pytest -q -m long $(FLAGS)
 
 serve: setup

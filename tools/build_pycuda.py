@@ -1,8 +1,8 @@
-"""Builds a wheel of PyCUDA for this Python, where neither driver nor GPU is: `python tools/build_pycuda.py FOLDER`.
+"""Builds a wheel of PyCUDA for this Python, where neither driver nor GPU is: `python tools/build_pycuda.py [--find] FOLDER`.
 
 Needs g++, Python's headers and CUDA's: a toolkit's, or those of NVIDIA's packages, which are fetched where there is no
-toolkit. The wheel goes to FOLDER; if it is there already, nothing is done. Plain `pip install pycuda` needs
-the driver's library and cuRAND to link against; here a stub stands in for the one, and the other is left out.
+toolkit. The wheel goes to FOLDER; if it is there already, nothing is done; --find only says where it is. Plain `pip
+install pycuda` needs the driver's library and cuRAND to link against: a stub stands in for the one, the other is left out.
 """
 
 import os
@@ -105,4 +105,7 @@ def _cannot(reason: str) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(Path(sys.argv[1])))
+    if sys.argv[1] == "--find":
+        print(wheel(Path(sys.argv[2])) or "")
+    else:
+        sys.exit(main(Path(sys.argv[1])))
