@@ -20,7 +20,8 @@ import torch
 
 from wire.config import ConfigError
 
-SOURCES = Path(__file__).parent.parent.parent / "cuda"
+_PACKAGE = Path(__file__).parent.parent
+SOURCES = installed if (installed := _PACKAGE / "cuda").is_dir() else _PACKAGE.parent / "cuda"  # or that of a checkout
 OPTIONS = ("--std=c++17",)
 MAJORS = (13, 12)  # versions of NVRTC that are known to compile the kernels
 

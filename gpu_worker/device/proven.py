@@ -11,7 +11,7 @@ from pathlib import Path
 import msgspec
 from msgspec import Struct
 
-KERNELS = Path(__file__).parent.parent.parent / "cuda"
+from gpu_worker.device.nvrtc import SOURCES
 
 
 class Place(Struct, frozen=True):
@@ -36,7 +36,7 @@ def path() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "parkade" / "gpu-check.json"
 
 
-def kernels_digest(folder: Path = KERNELS) -> str:
+def kernels_digest(folder: Path = SOURCES) -> str:
     """Of all kernel files, by name and text."""
     digest = hashlib.sha256()
     for file in sorted(folder.glob("*.cu*")):
