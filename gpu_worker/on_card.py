@@ -78,7 +78,7 @@ def card_of(device: str) -> OpenCard | None:
 
 def place_of(card: Card) -> Place:
     """What a proof on this card holds for."""
-    return Place(card.name, torch.__version__, card.driver, proven.kernels_digest())
+    return Place(card.name, str(torch.__version__), card.driver, proven.kernels_digest())
 
 
 def engine_on(opened: OpenCard, config: Config, files: ModelFiles, draft_max: int, state_slots: int, step_rows: int) -> Engine:
