@@ -16,7 +16,8 @@ import pytest
 import torch
 
 from tests.kernels import harness
-from tests.kernels.planted import PLANTED, Planted
+from tests.kernels.bugs import PLANTED
+from tests.kernels.bugs.planted import Planted
 
 HERE = Path(__file__).parent
 REAL = harness.CUDA

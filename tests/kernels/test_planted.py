@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.kernels.planted import PLANTED
+from tests.kernels.bugs import PLANTED
+from tests.kernels.harness import CUDA
 from tests.kernels.sanitized import python, reports
 
 HERE = Path(__file__).parent
@@ -23,6 +24,14 @@ def _plant(folder: Path, by: str, *names: str) -> dict:
         pytest.skip(f"this compiler has no library for {by}")
     assert done.returncode == 0, done.stdout + done.stderr
     return json.loads(done.stdout.splitlines()[-1])
+
+
+def test_bugs_fit_the_kernels():
+    """Who changes a line in which a bug is planted changes the bug, too."""
+    for bug in PLANTED:
+        assert (CUDA / bug.file).read_text().count(bug.old) == 1, f"{bug.name}: {bug.file} has changed"
+    assert {bug.file for bug in PLANTED} >= {path.name for path in CUDA.glob("*.cu")}
+    assert set(FEW.values()) <= {bug.name for bug in PLANTED}
 
 
 @pytest.mark.parametrize("by", ["plain", "asan", "tsan"])

@@ -1,26 +1,10 @@
-"""Bugs in kernels that the harness must find: what is replaced by what, which test runs, who finds it and how."""
+"""Bugs in cuda/norm.cu, cells.cu, mlp.cu and common.cuh."""
 
-from dataclasses import dataclass
+from tests.kernels.bugs.planted import RACE, SHARED, Planted
 
-
-@dataclass(frozen=True, slots=True)
-class Planted:
-    """`old` stands once in `file`. `says` is a pattern in the output of who finds it."""
-
-    name: str
-    file: str
-    old: str
-    new: str
-    test: str  # of tests/kernels, as for pytest; " -k EXPRESSION" may follow
-    found_by: str = "plain"  # plain: the test fails, in one of the three orders; or asan, tsan
-    says: str = ""  # for plain, empty: any assertion, error of the harness or signal
-
-
-RACE = "ThreadSanitizer: data race"
-SHARED = "global-buffer-overflow|insufficient space"  # ASan's words, or UBSan's where it sees the object
 NORM = "test_norm.py::test_rms_norm -k 64"
 
-PLANTED = [
+BUGS = [
     Planted(
         "norm: no barrier between partial sums and their sum",
         "norm.cu",
@@ -157,5 +141,12 @@ PLANTED = [
         "test_mlp.py",
         "asan",
         "heap-buffer-overflow",
+    ),
+    Planted(
+        "products: halves of a pair change places",
+        "common.cuh",
+        "return (unsigned)kshim_bf16(low) | (unsigned)kshim_bf16(high) << 16;",
+        "return (unsigned)kshim_bf16(high) | (unsigned)kshim_bf16(low) << 16;",
+        "test_mlp.py",
     ),
 ]
