@@ -1,6 +1,6 @@
 // Drawing tokens from logits, and judging drafts by the draws. Twin: gpu_worker/model/sampler.py, draw and draft.
 //
-// struct DrawParams is described in gpu_worker/device/draw_params.py: one record a sequence of the step.
+// struct DrawParams, one record a sequence of the step: penalties.cuh and gpu_worker/device/draw_params.py.
 //
 // Kernels:
 //
@@ -29,31 +29,18 @@
 // of a float32: ascending keys are falling probabilities. All sums are of integers (counts, or weights in units of 2^-44),
 // so neither order nor the number of threads decides anything.
 //
-// Launch: no dynamic shared memory, 18 KiB static. Up to 64 registers: one block of 1024 threads has no more.
-// Floor: one read of the logits, 4 bytes a column; one block a row makes it the L2 rate of one SM.
-#include "common.cuh"
+// Launch: no dynamic shared memory, 16.5 KiB static. 56 registers, of 64 that a block of 1024 threads can have.
+// Floor: one read of the logits, 4 bytes a column, at the L2 rate of one SM, since a row has one block. Not measured on a card.
+#include "penalties.cuh"
 
 constexpr int THREADS = 1024;
-constexpr int IN_FLIGHT = 4;      // loads of one thread at a time
-constexpr int LISTED = 4096;      // keys that fit into shared memory
+constexpr int IN_FLIGHT = 4;  // loads of one thread at a time
+constexpr int LISTED = 4096;  // keys that fit into shared memory
 constexpr int NOT_FINITE = -1, NONE_LEFT = -2;
-constexpr unsigned INFINITE = 0x7f800000u;  // the key of what is banned
+constexpr unsigned INFINITE = 0x7f800000u;    // the key of what is banned
 constexpr unsigned WEIGHTLESS = 0x42000000u;  // 32: behind it a weight is less than a unit
-constexpr float FAR = 8.f;
+constexpr float FAR = 8.f;                    // see `noisiest`
 constexpr double TO_NOISE = 1. / 4503599627370496.;  // 2^-52
-
-struct DrawParams {
-  u64 key;
-  double top_p;
-  const int* seen;
-  const int* bias;
-  const int* banned;
-  float* changed;
-  int seen_count, bias_count, banned_count;
-  float temperature, least;
-  int top_k;
-  float repetition, presence, frequency;
-};
 
 struct Shared {
   u64 scores[32];
@@ -154,54 +141,6 @@ __device__ __forceinline__ int best_column(const float* logits, int columns, Sha
 
 __device__ __forceinline__ bool finite(float v) { return fabsf(v) < INFINITY; }
 
-// penalties, bias and bans -------------------------------------------------------------------------------------------
-__device__ __forceinline__ void penalise(float* logit, int count, const DrawParams& p) {
-  float v = *logit;
-  v = v > 0.f ? v / p.repetition : v * p.repetition;
-  if (count > 0) v = __fsub_rn(v, __fadd_rn(p.presence, __fmul_rn(p.frequency, (float)count)));
-  *logit = v;
-}
-
-// `depth` drafts at `drafts` come behind the tokens that the lists know of. column(token): -1 if it has none.
-template <class Column>
-__device__ __forceinline__ void change(float* row, const DrawParams& p, const int* drafts, int depth, Column column, Shared* s) {
-  if (threadIdx.x == 0) s->found = 0;  // a bit for each draft that is in `seen`
-  __syncthreads();
-  for (int i = threadIdx.x; i < p.seen_count; i += THREADS) {
-    const int token = p.seen[2 * i], c = column(token);
-    int count = p.seen[2 * i + 1];
-    for (int d = 0; d < depth; ++d)
-      if (drafts[d] == token) {
-        ++count;
-        atomicOr(&s->found, 1u << d);
-      }
-    if (c >= 0) penalise(row + c, count, p);
-  }
-  __syncthreads();
-  const int own = threadIdx.x;
-  if (own < depth && !(s->found >> own & 1)) {
-    const int token = drafts[own], c = column(token);
-    int count = 0, first = depth;
-    for (int d = depth - 1; d >= 0; --d)
-      if (drafts[d] == token) {
-        ++count;
-        first = d;
-      }
-    if (c >= 0 && first == own) penalise(row + c, count, p);
-  }
-  __syncthreads();
-  for (int i = threadIdx.x; i < p.bias_count; i += THREADS) {
-    const int c = column(p.bias[2 * i]);
-    if (c >= 0) row[c] += __int_as_float(p.bias[2 * i + 1]);
-  }
-  __syncthreads();
-  for (int i = threadIdx.x; i < p.banned_count; i += THREADS) {
-    const int c = column(p.banned[i]);
-    if (c >= 0) row[c] = -INFINITY;
-  }
-  __syncthreads();
-}
-
 // filters ------------------------------------------------------------------------------------------------------------
 struct Sum {
   u64 mass;
@@ -293,7 +232,7 @@ __device__ __forceinline__ Kept filtered(Draw& draw, const DrawParams& p, Shared
   if (p.top_p < 1.) {
     const Sum below = sum_between(draw, false, 0, kept.edge, true, s);
     const u64 one = kept.ties ? weight(kept.edge) : 0;
-    const u64 share = (u64)ceil(p.top_p * (double)(below.mass + kept.ties * one)), goal = share ? share : 1;
+    const u64 goal = (u64)ceil(p.top_p * (double)(below.mass + kept.ties * one));
     if (below.mass >= goal) {
       kept = cut(draw, min(kept.edge - 1, WEIGHTLESS), below.count, goal, true, s);
     } else if (one) {
@@ -366,7 +305,7 @@ __device__ __forceinline__ int draw_from(const float* raw, int columns, const Dr
   if (p.changed) {
     float* changed = p.changed + (i64)row * columns;
     each_column(raw, columns, [&](int c, float v) { changed[c] = v; });
-    change(changed, p, drafts, row, column, s);
+    change(changed, p, drafts, row, column, &s->found);
     best = best_column(changed, columns, s);
     if (!finite(changed[best])) return NONE_LEFT;
     logits = changed;
