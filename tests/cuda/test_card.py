@@ -15,6 +15,7 @@ import torch
 from gpu_worker.device import nvrtc
 from gpu_worker.device.cuda import CardError
 from tests.cuda.fake import environ
+from tests.cuda.fake.torch_on_card import in_host_memory
 
 SCALE, TOTAL_FLOATS = "scale", 20_000
 PAGE = 4096
@@ -78,7 +79,7 @@ def times_wrong(trial: Callable[[Scene, np.ndarray, bool], bool], scene: Scene) 
     host, wrong = scene.card.pinned(4 * scene.n), 0
     for mode in ("lazy", *(f"random:{seed}" for seed in range(8))):
         environ.configure(mode)
-        scene.result.zero_()
+        in_host_memory(scene.result).zero_()
         right = trial(scene, host, wait=False)
         assert not (right and mode == "lazy")
         wrong += not right
@@ -130,9 +131,9 @@ def test_products_are_enqueued_like_kernels(scene: Scene) -> None:
     with scene.torch.streaming():
         scene.torch.linear(x, weight, None, out)
         scene.torch.linear(x, weight, bias, rounded)
-    exact = x.double() @ weight.double().T
+    exact = in_host_memory(x).double() @ in_host_memory(weight).double().T
     assert torch.allclose(scene.torch.download(out).double(), exact, atol=1e-4)
-    assert torch.allclose(scene.torch.download(rounded).double(), exact + bias.double(), rtol=1e-2, atol=1e-2)
+    assert torch.allclose(scene.torch.download(rounded).double(), exact + in_host_memory(bias).double(), rtol=1e-2, atol=1e-2)
 
 
 def test_products_sum_in_another_order_at_another_number_of_rows(scene: Scene) -> None:
@@ -155,6 +156,13 @@ def test_a_product_of_host_memory_is_refused(scene: Scene) -> None:
         scene.torch.linear(torch.zeros(4, 8, dtype=torch.bfloat16), torch.zeros(4, 8, dtype=torch.bfloat16), None, out)
 
 
+@lazily
+def test_torch_may_not_work_on_memory_of_the_card(scene: Scene) -> None:
+    for touch in (torch.Tensor.zero_, torch.Tensor.item, torch.Tensor.cpu, lambda t: t + 1, lambda t: t[torch.tensor([1])]):
+        with pytest.raises(CardError, match="not ordered"):
+            touch(scene.result[:1])
+
+
 # graphs
 
 
@@ -169,10 +177,10 @@ def test_a_graph_repeats_what_was_captured_with_what_lies_there_then(scene: Scen
         scene.card.to_host(back, scene.result.data_ptr(), scene.card.compute)
     for turn in (3.0, 4.0):
         host.view(np.float32)[:] = turn
-        x.fill_(turn)
+        in_host_memory(x).fill_(turn)
         graphs[0].launch()
         scene.card.compute.synchronize()
-        assert (back.view(np.float32) == 2 * turn).all() and (y == turn).all()
+        assert (back.view(np.float32) == 2 * turn).all() and (in_host_memory(y) == turn).all()
     graphs[0].close()
 
 

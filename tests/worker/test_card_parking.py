@@ -28,6 +28,7 @@ from gpu_worker.policy.events import (
 )
 from tests.cuda.fake import environ
 from tests.cuda.fake.fixtures import card, fake_driver, mode
+from tests.cuda.fake.torch_on_card import in_host_memory
 from tests.hostcache.service import HostCache, wait
 from wire import arena
 
@@ -46,8 +47,8 @@ class CardPool:
         self._gpu = gpu
         self._memory = gpu.torch.zeros(num_blocks * block_bytes)
         self._states = gpu.torch.zeros(max(1, slots * state_bytes))
-        self.cells = self._memory.numpy().reshape(num_blocks, block_bytes)  # the fake card's memory is the host's
-        self.states = self._states.numpy()[: slots * state_bytes].reshape(slots, state_bytes)
+        self.cells = in_host_memory(self._memory).numpy().reshape(num_blocks, block_bytes)  # the fake card's memory is the host's
+        self.states = in_host_memory(self._states).numpy()[: slots * state_bytes].reshape(slots, state_bytes)
         self._staging = gpu.card.pinned(num_blocks * block_bytes + slots * state_bytes)
 
     @property

@@ -14,6 +14,33 @@ from torch import Tensor
 
 from gpu_worker.device.cuda import Card, CardError
 
+# What may be asked of a tensor on the card: its shape, and other views of it.
+_VIEWS = {"view", "view_as", "unflatten", "narrow", "t", "transpose", "permute", "select", "split", "chunk", "unbind"}
+_VIEWS |= {"squeeze", "unsqueeze", "expand", "as_strided", "as_subclass", "detach", "__getitem__"}
+_LOOKS = {"__get__", "data_ptr", "stride", "size", "numel", "element_size", "dim", "storage_offset", "is_contiguous", "__len__"}
+
+
+class OnCard(Tensor):
+    """A tensor on the card. Whatever else torch does with it, it would do on a stream of its own, which waits for nobody; that
+    would come out right here, where its memory is the host's, so it is refused. `in_host_memory` is for tests."""
+
+    @classmethod
+    def __torch_function__(cls, function, types, args=(), kwargs=None):
+        name = function.__name__
+        index = args[1] if name == "__getitem__" else ()
+        basic = all(isinstance(i, int | slice) for i in (index if isinstance(index, tuple) else (index,)))
+        if name not in _VIEWS | _LOOKS or not basic:
+            raise CardError(f"torch's {name} on memory of the card: it is not ordered with the compute stream")
+        return super().__torch_function__(function, types, args, kwargs or {})
+
+    def __repr__(self) -> str:
+        return f"<on the card at {self.data_ptr():#x}: {tuple(self.shape)} {self.dtype}>"
+
+
+def in_host_memory(tensor: Tensor) -> Tensor:
+    """The same memory, for a test that looks into the card behind its back."""
+    return tensor.as_subclass(Tensor)
+
 
 def prepare(index: int) -> None:
     """The real one refuses where torch has no CUDA."""
@@ -30,23 +57,24 @@ class TorchOnCard:
 
     def zeros(self, nbytes: int) -> Tensor:
         """uint8 [nbytes], zeroed; what follows it is watched."""
-        return torch.from_numpy(np.asarray(_Memory(self._libcuda, self._card.index, nbytes)))
+        return torch.from_numpy(np.asarray(_Memory(self._libcuda, self._card.index, nbytes))).as_subclass(OnCard)
 
     def upload(self, tensor: Tensor) -> Tensor:
         """A copy on the card, complete when this returns."""
         self._card.synchronize()
         there = self.zeros(max(1, tensor.nbytes))[: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
-        return there.copy_(tensor)
+        in_host_memory(there).copy_(tensor)
+        return there
 
     def download(self, tensor: Tensor) -> Tensor:
         """A copy in host memory of what all work enqueued so far leaves there."""
         self._card.synchronize()
-        return tensor.clone()
+        return in_host_memory(tensor).clone()
 
     def put(self, target: Tensor, rows: Tensor) -> None:
         """Copy `rows` into the first rows of `target` on the card, after all work enqueued so far."""
         self._card.synchronize()
-        target[: len(rows)].copy_(rows)
+        in_host_memory(target)[: len(rows)].copy_(rows)
 
     @contextlib.contextmanager
     def streaming(self) -> Iterator[None]:
