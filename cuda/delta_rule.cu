@@ -27,55 +27,57 @@ struct __align__(16) Tile {
   float total[FOLD], since[FOLD], left[FOLD], beta[FOLD];  // G, e^G, e^(G(15) - G), beta
 };
 
-struct Slot {
-  float* base;
-  i64 state_at, log_k_at, log_d_at, log_g_at;
-  int entries;
+struct Log {
+  float *k, *d, *g;
+  int entries;  // 16 at least
 };
 
-// Positions before the step's first (start) come from the log, the others from its rows; zeros beyond `last`.
+// Entry of the log of position tile + row, row < 16, where `at` is the entry of `tile`.
+__device__ __forceinline__ int entry_of(const Log& log, int at, int row) {
+  return at + row < log.entries ? at + row : at + row - log.entries;
+}
+
+// Rows before `mine` come from the log, those before `stop` from the step's rows (row 0 of the tile would be `first_row` of
+// them), the others are zero. `at` is the log's entry of the tile.
 template <int K>
-__device__ __forceinline__ void load_tile(Tile<K>& t, const Slot& slot, const float* q, const float* k, const float* v,
-                                          const float* g, const float* beta, int tile, int first_row, int start, int last,
-                                          int key_heads, int value_heads, int value_dim, int key_head, int head, int column) {
-  constexpr int WORDS = K / 4;
+__device__ __forceinline__ void load_tile(Tile<K>& t, const Log& log, int at, const float* q, const float* k, const float* v,
+                                          const float* g, const float* beta, int first_row, int mine, int stop, int key_heads,
+                                          int value_heads, int value_dim, int key_head, int head, int column) {
+  const int thread = threadIdx.x;
 #pragma unroll
-  for (int i = threadIdx.x; i < FOLD * WORDS; i += 128) {
-    const int row = i / WORDS, c = i % WORDS * 4, position = tile + row;
-    const bool logged = position < start, mine = !logged && position <= last;
-    const i64 entry = logged ? position % slot.entries : first_row + position - start;
-    const i64 at = (entry * key_heads + key_head) * K + c;
-    copy16_async(&t.k[row][c], logged ? slot.base + slot.log_k_at + at : k + (mine ? at : 0), logged || mine);
-    copy16_async(&t.q[row][c], q + (mine ? at : 0), mine);
+  for (int i = thread * 4; i < FOLD * K; i += 128 * 4) {
+    const int row = i / K, c = i % K;
+    const bool logged = row < mine, fed = !logged && row < stop;
+    const i64 from = ((logged ? entry_of(log, at, row) : fed ? first_row + row : 0) * (i64)key_heads + key_head) * K + c;
+    copy16_async(&t.k[row][c], (logged ? log.k : k) + from, logged || fed);
+    copy16_async(&t.q[row][c], q + from, fed);
   }
   {
-    const int row = threadIdx.x / 8, c = threadIdx.x % 8 * 4, position = tile + row;
-    const bool logged = position < start, mine = !logged && position <= last;
-    const i64 entry = logged ? position % slot.entries : first_row + position - start;
-    const i64 at = (entry * value_heads + head) * value_dim + column + c;
-    copy16_async(&t.d[row][c], logged ? slot.base + slot.log_d_at + at : v + (mine ? at : 0), logged || mine);
+    const int row = thread / 8, c = thread % 8 * 4;
+    const bool logged = row < mine, fed = !logged && row < stop;
+    const i64 from = ((logged ? entry_of(log, at, row) : fed ? first_row + row : 0) * (i64)value_heads + head) * value_dim;
+    copy16_async(&t.d[row][c], (logged ? log.d : v) + from + column + c, logged || fed);
   }
   copies_commit();
-  if (threadIdx.x < 32) {
-    const int lane = threadIdx.x, position = tile + lane;
-    const bool logged = position < start, mine = !logged && position <= last;
+  if (thread < 32) {
     float own = 0.f, strength = 0.f, total = 0.f;
-    if (lane < FOLD) {
-      if (logged) own = slot.base[slot.log_g_at + (i64)(position % slot.entries) * value_heads + head];
-      if (mine) {
-        const i64 at = (i64)(first_row + position - start) * value_heads + head;
-        own = g[at], strength = beta[at];
+    if (thread < FOLD) {
+      if (thread < mine) {
+        own = log.g[(i64)entry_of(log, at, thread) * value_heads + head];
+      } else if (thread < stop) {
+        const i64 from = (i64)(first_row + thread) * value_heads + head;
+        own = g[from], strength = beta[from];
       }
     }
 #pragma unroll
     for (int j = 0; j < FOLD; ++j) {
       const float other = __shfl_sync(FULL, own, j);
-      if (j <= lane) total += other;
+      if (j <= thread) total += other;
     }
     const float all = __shfl_sync(FULL, total, FOLD - 1);
-    if (lane < FOLD) {
-      t.total[lane] = total, t.beta[lane] = strength;
-      t.since[lane] = expf(total), t.left[lane] = expf(all - total);
+    if (thread < FOLD) {
+      t.total[thread] = total, t.beta[thread] = strength;
+      t.since[thread] = expf(total), t.left[thread] = expf(all - total);
     }
   }
   copies_wait<0>();
@@ -86,7 +88,7 @@ __device__ __forceinline__ void load_tile(Tile<K>& t, const Slot& slot, const fl
 // 16 bytes of the keys, so that an entry read serves eight products.
 template <int K>
 __device__ __forceinline__ void products(Tile<K>& t, int mine, int stop) {
-  const int lane = threadIdx.x & 31, row = (threadIdx.x >> 5) * 4, slice = lane & 7;
+  const int lane = threadIdx.x & 31, row = threadIdx.x / 32 * 4, slice = lane & 7;
   if (row >= stop || row + 4 <= mine) return;
   // After the sum over the slices a lane has one product: of the query or the key, of the second or the first entry.
   const bool query = slice & 4, second = slice & 2;
@@ -136,7 +138,7 @@ __device__ __forceinline__ void products(Tile<K>& t, int mine, int stop) {
 template <int K>
 __device__ __forceinline__ void through_state(Tile<K>& t, const float (&s)[K / 16][4], int mine, int stop) {
   constexpr int ROWS = K / 16;
-  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, at = (threadIdx.x >> 3) * ROWS;
+  const int thread = threadIdx.x, lane = thread & 31, warp = thread / 32, at = thread / 8 * ROWS;
   const bool high = lane & 16, odd = lane & 8;
   const int column = (lane & 7) * 4 + (high ? 2 : 0) + (odd ? 1 : 0);
 #pragma unroll 2
@@ -176,17 +178,43 @@ __device__ __forceinline__ void solve(Tile<K>& t, int mine, int stop) {
     d[i] = t.d[i][lane];
     if (i < mine || i >= stop) continue;
     const float told = t.part[0][i][lane].x + t.part[1][i][lane].x + t.part[2][i][lane].x + t.part[3][i][lane].x;
-    float rest = fmaf(-t.since[i], told, d[i]);
+    float rest = fmaf(-t.since[i], told, d[i]), kk[FOLD];
+    load_values<FOLD>(kk, t.kk[i]);  // of which the first i are there
 #pragma unroll
-    for (int j = 0; j < i; ++j) rest = fmaf(-t.kk[i][j], d[j], rest);
+    for (int j = 0; j < i; ++j) rest = fmaf(-kk[j], d[j], rest);
     t.d[i][lane] = d[i] = t.beta[i] * rest;
+  }
+}
+
+// out of rows row..row+3, of which the real ones count: a lane has a column.
+template <int K>
+__device__ __forceinline__ void outputs(const Tile<K>& t, int row, float* sum) {
+  const int lane = threadIdx.x & 31;
+#pragma unroll
+  for (int r = 0; r < 4; ++r) {
+    const int i = row + r;
+    const float told = t.part[0][i][lane].y + t.part[1][i][lane].y + t.part[2][i][lane].y + t.part[3][i][lane].y;
+    sum[r] = t.since[i] * told;
+  }
+  for (int j = 0; j <= row; j += 4) {
+    float d[4];
+#pragma unroll
+    for (int n = 0; n < 4; ++n) d[n] = t.d[j + n][lane];
+#pragma unroll
+    for (int r = 0; r < 4; ++r) {
+      float kq[4];
+      load_values<4>(kq, &t.kq[row + r][j]);
+#pragma unroll
+      for (int n = 0; n < 4; ++n)
+        if (j + n <= row + r) sum[r] = fmaf(kq[n], d[n], sum[r]);
+    }
   }
 }
 
 template <int K>
 __device__ __forceinline__ void fold(const Tile<K>& t, float (&s)[K / 16][4]) {
   constexpr int ROWS = K / 16;
-  const int at = (threadIdx.x >> 3) * ROWS, column = (threadIdx.x & 7) * 4;
+  const int thread = threadIdx.x, at = thread / 8 * ROWS, column = thread % 8 * 4;
   const float decay = t.since[FOLD - 1];
 #pragma unroll
   for (int r = 0; r < ROWS; ++r)
@@ -217,49 +245,41 @@ __device__ __forceinline__ void rule_body(Tile<K>& t, float* __restrict__ out, c
   constexpr int ROWS = K / 16;
   const int sequence = blockIdx.z, head = blockIdx.y, column = blockIdx.x * 32, count = row_count[sequence];
   if (!count) return;
-  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+  const int thread = threadIdx.x;  // signed: with unsigned places nvcc 13.0 stores the state in pieces of 4 bytes
   const int first_row = row_begin[sequence], start = positions[first_row], last = start + count - 1;
-  const Slot slot{states + slots[sequence] * stride, state_at, log_k_at, log_d_at, log_g_at, log_entries};
-  const int base = start / FOLD * FOLD, kept = reinterpret_cast<const int*>(slot.base)[folded_at];
-  const bool due = start && kept + FOLD == base;  // drafts were accepted up to here
+  float* slot = states + slots[sequence] * stride;
+  const Log log{slot + log_k_at, slot + log_d_at, slot + log_g_at, log_entries};
+  const int base = start / FOLD * FOLD, kept = start ? reinterpret_cast<const int*>(slot)[folded_at] : 0;
+  const bool due = kept + FOLD == base;  // drafts were accepted up to here
   const int newest = max(base, min(known[sequence], last) / FOLD * FOLD);  // the state that stays in the slot
-  float* state = slot.base + state_at + ((i64)head * K + (threadIdx.x >> 3) * ROWS) * value_dim + column + (threadIdx.x & 7) * 4;
+  float* state = slot + state_at + ((i64)head * K + thread / 8 * ROWS) * value_dim + column + thread % 8 * 4;
   float s[ROWS][4] = {};
   if (start)
 #pragma unroll
     for (int r = 0; r < ROWS; ++r) load_values<4>(s[r], state + (i64)r * value_dim);
   for (int tile = due ? base - FOLD : base;; tile += FOLD) {
-    load_tile<K>(t, slot, q, k, v, g, beta, tile, first_row, start, last, key_heads, value_heads, value_dim,
+    const int at = tile % log_entries, mine = max(start - tile, 0), stop = min(last + 1 - tile, FOLD);
+    load_tile<K>(t, log, at, q, k, v, g, beta, first_row + tile - start, mine, stop, key_heads, value_heads, value_dim,
                  head / (value_heads / key_heads), head, column);
     if (tile == newest && (!start || tile > kept))
 #pragma unroll
       for (int r = 0; r < ROWS; ++r) store_values<4>(state + (i64)r * value_dim, s[r]);
-    const int mine = max(start - tile, 0), stop = min(last + 1 - tile, FOLD);
     if (mine < FOLD) {
       products<K>(t, mine, stop);
       through_state<K>(t, s, mine, stop);
       __syncthreads();
-      if (warp == 0) solve<K>(t, mine, stop);
+      if (thread < 32) solve<K>(t, mine, stop);
       __syncthreads();
+      const int lane = thread & 31, row = thread / 32 * 4;  // four rows a warp, a column a lane
       float sum[4];
+      if (row < stop && row + 4 > mine) outputs<K>(t, row, sum);
 #pragma unroll
       for (int r = 0; r < 4; ++r) {
-        const int i = warp * 4 + r;
-        sum[r] = t.since[i] * (t.part[0][i][lane].y + t.part[1][i][lane].y + t.part[2][i][lane].y + t.part[3][i][lane].y);
-      }
-      for (int j = 0; j < min(warp * 4 + 4, stop); ++j) {
-        const float d = t.d[j][lane];
-#pragma unroll
-        for (int r = 0; r < 4; ++r)
-          if (j <= warp * 4 + r) sum[r] = fmaf(t.kq[warp * 4 + r][j], d, sum[r]);
-      }
-#pragma unroll
-      for (int r = 0; r < 4; ++r) {
-        const int i = warp * 4 + r, position = tile + i;
+        const int i = row + r;
         if (i < mine || i >= stop) continue;
-        const i64 at = (i64)head * value_dim + column + lane, width = (i64)value_heads * value_dim;
-        out[(i64)(first_row + position - start) * width + at] = sum[r];
-        if (position > last - log_entries) slot.base[log_d_at + position % log_entries * width + at] = t.d[i][lane];
+        const i64 value = (i64)head * value_dim + column + lane, width = (i64)value_heads * value_dim;
+        out[(first_row + tile + i - start) * width + value] = sum[r];
+        if (tile + i > last - log_entries) log.d[entry_of(log, at, i) * width + value] = t.d[i][lane];
       }
     }
     if (tile + FOLD > last) break;
