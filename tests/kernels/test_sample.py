@@ -127,9 +127,9 @@ def test_cuts_among_equal_logits(schedule):
 
 def test_which_of_equal_logits_stay():
     """All logits equal: the seeds draw from the first ids only, and from all of these."""
-    for sampling, left in [({"top_k": 3}, 3), ({"top_p": 0.25}, 5), ({"top_k": 8, "top_p": 0.5}, 4)]:
-        sequences = [Sequence(Sampling(seed=seed, **sampling), [1, 2], 1) for seed in range(16)]
-        tokens = drawn(np.zeros((16, 20), np.float32), sequences)
+    for sampling, left in [({"top_k": 2}, 2), ({"top_k": 6, "top_p": 0.5}, 3)]:
+        sequences = [Sequence(Sampling(seed=seed, **sampling), [1, 2], 1) for seed in range(12)]
+        tokens = drawn(np.zeros((12, 20), np.float32), sequences)
         assert set(tokens) == set(range(left))
 
 
