@@ -1,7 +1,8 @@
-"""Where the memory of pools and states comes from: `Allocate` is a parameter, so that their layout is the same on every device."""
+"""Where the memory of pools and states comes from: a parameter, so that their layout is the same on every device."""
 
 import mmap
 from collections.abc import Callable
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -23,3 +24,24 @@ def anonymous(nbytes: int) -> mmap.mmap:
 def host_memory(nbytes: int) -> Tensor:
     """Allocate on the CPU: `anonymous` as a tensor, which keeps it."""
     return torch.frombuffer(anonymous(nbytes), dtype=torch.uint8, count=max(nbytes, 1))[:nbytes]
+
+
+class Memory(Protocol):
+    """Memory of a device, for those who look into a pool from outside: `device/torch_on_card.py`, or the host's."""
+
+    def zeros(self, nbytes: int) -> Tensor: ...  # Allocate
+    def put(self, target: Tensor, rows: Tensor) -> None: ...  # into the first rows of `target`
+    def download(self, tensor: Tensor) -> Tensor: ...  # a copy in host memory, when all work enqueued so far is done
+
+
+class HostMemory:
+    """Memory of the CPU."""
+
+    def zeros(self, nbytes: int) -> Tensor:
+        return host_memory(nbytes)
+
+    def put(self, target: Tensor, rows: Tensor) -> None:
+        target[: len(rows)] = rows
+
+    def download(self, tensor: Tensor) -> Tensor:
+        return tensor.clone()

@@ -18,8 +18,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason="no g++ to compile kernels for the CPU"))
 
 
-# a sanitizer sees what is wrong in any order
-@pytest.fixture(params=["random"] if os.environ.get("KSHIM_SANITIZER") else ["forward", "reverse", "random"])
+# a sanitizer sees what is wrong in any order, and a card has its own
+@pytest.fixture(params=["random"] if {"KSHIM_SANITIZER", "KERNELS_ON"} & set(os.environ) else ["forward", "reverse", "random"])
 def schedule(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """The test runs once in each order; harness.run uses it where the call names none."""
     monkeypatch.setitem(harness.schedule, "order", request.param)

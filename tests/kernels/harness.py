@@ -2,7 +2,7 @@
 
 A compiled file is kept under build/kernels by a hash of its text. Each kernel says which parameters it takes, and the
 arguments are checked against that. KSHIM_SANITIZER=asan or tsan compiles with those, see sanitized.py; KSHIM_SOURCES names
-another folder than cuda/.
+another folder than cuda/. With KERNELS_ON=card they run on a real card instead, see on_card.py.
 """
 
 import ctypes as C
@@ -100,6 +100,11 @@ def run(
     Arguments in order of declaration: tensors or arrays (contiguous, of the pointer's type; uint8 fits any), an int as an
     address, None as null; numbers are converted to the declared type.
     """
+    if os.environ.get("KERNELS_ON") == "card":
+        from tests.kernels import on_card  # needs PyCUDA and a driver
+
+        on_card.run(kernel, grid, args)
+        return 0
     library = _library(Path(file) if str(file).endswith(".cu") else CUDA / f"{file}.cu")
     try:
         function = getattr(library, f"{kernel}__launch")
@@ -120,6 +125,15 @@ def run(
     if function(C.byref(launch), pointers):
         raise KernelError(f"{kernel}: {launch.error.decode()}")
     return launch.switches
+
+
+def reachable(array: np.ndarray) -> np.ndarray:
+    """`array` where a kernel can reach it by an address that lies in what it is given."""
+    if os.environ.get("KERNELS_ON") == "card":
+        from tests.kernels import on_card
+
+        return on_card.reachable(array)
+    return array
 
 
 def parameters(file: str | Path, kernel: str) -> list[str]:

@@ -1,11 +1,10 @@
-"""The harness's `run` on a real card: the same tests, with PARKADE_KERNELS=card. `make gpu-check` does that.
+"""The harness's `run` on a real card: the same tests, with KERNELS_ON=card. `make gpu-check` does that.
 
 Whole storages travel, so a pool and a view of it stay one memory, and what a kernel must leave alone is looked at too.
 """
 
 import atexit
 import functools
-import os
 import struct
 from collections.abc import Sequence
 
@@ -16,11 +15,6 @@ from gpu_worker.device import nvrtc
 from gpu_worker.device.cuda import Card
 from gpu_worker.device.ops import KERNELS
 from gpu_worker.device.torch_on_card import TorchOnCard, prepare
-
-
-def wanted() -> bool:
-    """Whether kernels are to run on a card."""
-    return os.environ.get("PARKADE_KERNELS") == "card"
 
 
 def run(kernel: str, grid: Sequence[int], args: Sequence) -> None:
@@ -44,6 +38,13 @@ def run(kernel: str, grid: Sequence[int], args: Sequence) -> None:
     card.compute.synchronize()
     for at, data in bytes_of.items():
         data.copy_(on_card.download(there[at]))
+
+
+def reachable(array: np.ndarray) -> np.ndarray:
+    """The same in page-locked memory, which has one address for the host and the card."""
+    there = _card()[0].pinned(array.nbytes).view(array.dtype).reshape(array.shape)
+    there[...] = array
+    return there
 
 
 def pack(layout: str, values) -> bytes:

@@ -43,12 +43,12 @@ class Step:
         records = records or [DrawRecord(s.sampling, s.prompt_len) for s in sequences]
         self.changed = []
         for index, (s, record) in enumerate(zip(sequences, records, strict=True)):
-            self.changed.append(np.full((1 + len(s.drafts), columns), np.nan, np.float32))
+            self.changed.append(harness.reachable(np.full((1 + len(s.drafts), columns), np.nan, np.float32)))
             table.put(index, record, s.tokens, s.end, s.banned, self.changed[-1].ctypes.data)
         table.place()
 
     def _allocate(self, count: int) -> tuple[np.ndarray, int]:
-        self._lists.append(np.full(count, -1, np.int32))
+        self._lists.append(harness.reachable(np.full(count, -1, np.int32)))
         return self._lists[-1], self._lists[-1].ctypes.data
 
 
