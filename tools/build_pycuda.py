@@ -11,12 +11,15 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
+import zipfile
 from pathlib import Path
 
 VERSION = "2026.1"
 # cuda.h and cudaProfiler.h. Not the newest: what is built against them must load on drivers of CUDA 13.0.
 HEADERS = ("nvidia-cuda-runtime==13.0.*", "nvidia-cuda-profiler-api==13.0.*")
-STUB = "int cuInit(unsigned flags) { return 100; }"  # a shared object may leave the other symbols open
+STUB = 'extern "C" int cuInit(unsigned) { return 100; }'  # a shared object may leave the other symbols open
+
+PIP = (sys.executable, "-m", "pip", "--disable-pip-version-check", "-q")
 
 
 class NotBuilt(Exception):
@@ -67,11 +70,12 @@ def build(folder: Path, scratch: Path) -> None:
         "LDFLAGS": ["-Wl,-s", "-Wl,--no-as-needed"],
     }
     (home / ".aksetup-defaults.py").write_text("".join(f"{name} = {value!r}\n" for name, value in settings.items()))
-    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "-q"]
-    cache = os.environ.get("PIP_CACHE_DIR") or str(Path.home() / ".cache" / "pip")
-    environment = {**os.environ, "HOME": str(home), "PIP_CACHE_DIR": cache}
-    _run([*pip, "wheel", "--no-deps", "-w", str(scratch / "wheels"), f"pycuda=={VERSION}"], environment)
+    environment = {**os.environ, "HOME": str(home)}
+    # without pip's cache: it might hold a wheel with other settings, and another program should not get this one
+    _run([*PIP, "wheel", "--no-cache-dir", "--no-deps", "-w", str(scratch / "wheels"), f"pycuda=={VERSION}"], environment)
     for path in (scratch / "wheels").glob("*.whl"):
+        if not asks_for_the_driver(path):
+            raise NotBuilt("the linker left out libcuda.so.1")
         shutil.copy(path, folder / (path.name + ".partial"))
         os.replace(folder / (path.name + ".partial"), folder / path.name)
     if not wheel(folder):
@@ -84,11 +88,17 @@ def _cuda_root(scratch: Path) -> Path:
         if root and all(Path(root, "include", name).exists() for name in ("cuda.h", "cudaProfiler.h")):
             return Path(root)
     headers = scratch / "headers"
-    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "-q"]
-    _run([*pip, "install", "--no-deps", "--target", str(headers), *HEADERS])
+    _run([*PIP, "install", "--no-deps", "--target", str(headers), *HEADERS])
     for found in headers.glob("nvidia/*/include/cuda.h"):
         return found.parent.parent
     raise NotBuilt(f"{HEADERS[0]} has no cuda.h")
+
+
+def asks_for_the_driver(path: Path) -> bool:
+    """Whether the library in the wheel names libcuda.so.1, as it must to be loaded with it."""
+    with zipfile.ZipFile(path) as archive:
+        libraries = [name for name in archive.namelist() if "_driver" in name and name.endswith(".so")]
+        return bool(libraries) and all(b"libcuda.so.1\0" in archive.read(name) for name in libraries)
 
 
 def _run(command: list[str], environment: dict[str, str] | None = None) -> None:
