@@ -109,7 +109,8 @@ def _engine(
     exact, note = proven.look(place_of(card)) if config.exact == "on" else (False, "--exact off")
     model = CardModel(spec, loaded, card, on_card, buffers, exact)
     if exact:
-        exact, note = exactness.prove(model, on_card.zeros)
+        exact, note = exactness.prove(model, on_card)
+        model.exact = exact  # from `bind` on
     other = opened.taken_bytes
     num_blocks = pool_blocks(opened, config, spec, draft_max, state_slots, share - other)
     kv = KvCache(spec, num_blocks, BLOCK_SIZE, model.kv_dtype, state_slots, draft_max, on_card.zeros)

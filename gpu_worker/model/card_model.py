@@ -20,7 +20,7 @@ from gpu_worker.model.card_program import TILE, Program, Workspace, kernel_names
 from gpu_worker.model.card_weights import CardWeights
 from wire.model_spec import ModelSpec
 
-_PROGRAMS = 256  # prepared parts of steps that are kept
+_PROGRAMS = 64  # prepared parts of steps that are kept: a fraction of a MiB each for a model of 32 layers
 
 
 class CardModel:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from gpu_worker.device.kv_cache import KvCache
-from gpu_worker.device.memory import Allocate, host_memory
+from gpu_worker.device.memory import HostMemory, Memory
 from gpu_worker.device.state_cache import FOLD
 from gpu_worker.model.batch import Batch
 from wire.model_spec import ModelSpec
@@ -48,6 +48,7 @@ class _Trial:
 
     model: ProvableModel
     kv: KvCache
+    memory: Memory
     tokens: list[int]
     one: _Place
     two: _Place
@@ -61,27 +62,39 @@ class _Trial:
         slots = [place.slot for _, _, place in rows]
         return self.model.forward(Batch.of(fed, last_only, [drafts] * len(rows), slots), self.kv, self.layers)
 
+    def hidden(self, block: int) -> Tensor:
+        """The hidden row that a block keeps."""
+        assert self.kv.hidden is not None
+        return self.memory.download(self.kv.hidden[block])
+
+    def fill(self, target: Tensor, generator: torch.Generator) -> None:
+        """With normal numbers, the same on every device."""
+        self.memory.put(target, torch.empty(target.shape, dtype=target.dtype).normal_(generator=generator))
+
+    def same(self, a: Tensor, b: Tensor) -> bool:
+        """Whether two parts of the pool hold the same."""
+        return torch.equal(self.memory.download(a), self.memory.download(b))
+
     def draft(self, *rows: tuple[int, int, _Place]) -> Tensor:
         """Two chained passes of the head, [n, 2, hidden], for n sequences: a token, its position, a place."""
-        assert self.kv.hidden is not None
         width = max(len(place.blocks) for _, _, place in rows)
         tables = torch.tensor([(place.blocks * width)[:width] for _, _, place in rows], dtype=torch.int32)
         ids, at = torch.tensor([token for token, _, _ in rows]), torch.tensor([at for _, at, _ in rows], dtype=torch.int32)
-        before = torch.tensor([place.blocks[(at - 1) // BLOCK] for _, at, place in rows])
-        first = self.model.draft(ids, at, self.kv.hidden[before], tables, self.kv)
+        before = torch.stack([self.hidden(place.blocks[(at - 1) // BLOCK]) for _, at, place in rows])
+        first = self.model.draft(ids, at, before, tables, self.kv)
         second = self.model.draft(ids, at + 1, first, tables, self.kv)
         return torch.stack([first, second], 1)
 
 
-def prove(model: ProvableModel, allocate: Allocate = host_memory) -> tuple[bool, str]:
-    """(True, "") if every comparison of bytes held, else (False, what differed, in one line). `allocate`: memory of the model's
-    device, for a pool of the trial's own.
+def prove(model: ProvableModel, memory: Memory | None = None) -> tuple[bool, str]:
+    """(True, "") if every comparison of bytes held, else (False, what differed, in one line). `memory`: of the model's device,
+    for a pool of the trial's own; None: the host's.
 
     Runs one layer of each kind that the model has, and its head, so it takes a few passes over a few layers.
     """
     if not model.exact:
         return False, "exactness is turned off"
-    trial = _trial(model, allocate)
+    trial = _trial(model, memory or HostMemory())
     checks = [
         (_chunks, "one long chunk and several short ones"),
         (_logits, "many rows and few rows in the head"),
@@ -98,18 +111,18 @@ def prove(model: ProvableModel, allocate: Allocate = host_memory) -> tuple[bool,
     return True, ""
 
 
-def _trial(model: ProvableModel, allocate: Allocate) -> _Trial:
+def _trial(model: ProvableModel, memory: Memory) -> _Trial:
     rows = min(ROWS, model.spec.max_context)
     far = min(FAR, model.spec.max_context - rows)
     blocks = -(-(far + rows) // BLOCK)
     slots = 2 + OTHERS
-    kv = KvCache(model.spec, 2 * blocks + OTHERS, BLOCK, model.kv_dtype, slots, draft_max=DRAFTS, allocate=allocate)
+    kv = KvCache(model.spec, 2 * blocks + OTHERS, BLOCK, model.kv_dtype, slots, draft_max=DRAFTS, allocate=memory.zeros)
     generator = torch.Generator().manual_seed(1)
     tokens = torch.randint(model.spec.vocab, (rows,), generator=generator).tolist()
     order = torch.randperm(2 * blocks, generator=generator).tolist()
     one, two = _Place(order[:blocks], 0), _Place(order[blocks:], 1)
     others = [_Place([2 * blocks + i], 2 + i) for i in range(OTHERS)]
-    return _Trial(model, kv, tokens, one, two, others, far, model.distinct_layers())
+    return _Trial(model, kv, memory, tokens, one, two, others, far, model.distinct_layers())
 
 
 def _chunks(t: _Trial) -> bool:
@@ -143,9 +156,9 @@ def _far(t: _Trial) -> bool:
     used = t.one.blocks[: -(-(t.far + len(fed)) // BLOCK)]
     for block in used:
         generator = torch.Generator().manual_seed(block)
-        _fill(t.kv.tensor[block], generator)
+        t.fill(t.kv.tensor[block], generator)
         if t.kv.hidden is not None:
-            _fill(t.kv.hidden[block], generator)
+            t.fill(t.kv.hidden[block], generator)
     one, two = _Place(used, t.one.slot), _Place(used, t.two.slot)
     for place in (one, two):
         _fill_state(t, place.slot)
@@ -167,7 +180,7 @@ def _rejected(t: _Trial) -> bool:
             return False
         at += 1 + right
         if t.kv.hidden is not None:
-            t.kv.hidden[t.two.blocks[(at - 1) // BLOCK]] = rows[right].float()
+            t.memory.put(t.kv.hidden[t.two.blocks[(at - 1) // BLOCK]], rows[right].float())
     return torch.equal(t.run((t.tokens[at:64], at, t.two), last_only=False), plain[at:])
 
 
@@ -189,12 +202,12 @@ def _same_cells(t: _Trial) -> bool:
     for index in range(-(-len(t.tokens) // BLOCK)):
         cells = min(BLOCK, len(t.tokens) - index * BLOCK)
         a, b = t.one.blocks[index], t.two.blocks[index]
-        if not all(torch.equal(*(kv.tensor[block, layer, :, :, :cells] for block in (a, b))) for layer in layers):
+        if not all(t.same(*(kv.tensor[block, layer, :, :, :cells] for block in (a, b))) for layer in layers):
             return False
-        if kv.hidden is not None and not torch.equal(kv.hidden[a], kv.hidden[b]):
+        if kv.hidden is not None and not t.same(kv.hidden[a], kv.hidden[b]):
             return False
     states = [spec.delta.layers.index(i) for i in t.layers if i in spec.delta.layers] if spec.delta else []
-    return all(kv.states is not None and torch.equal(*(kv.states.state[p.slot, i] for p in (t.one, t.two))) for i in states)
+    return all(kv.states is not None and t.same(*(kv.states.state[p.slot, i] for p in (t.one, t.two))) for i in states)
 
 
 def _fill_state(t: _Trial, slot: int) -> None:
@@ -203,16 +216,12 @@ def _fill_state(t: _Trial, slot: int) -> None:
     if states is None:
         return
     generator = torch.Generator().manual_seed(2)
-    for part in (states.state, states.log_k, states.log_d, states.log_g, states.conv):
-        _fill(part[slot], generator)
-    states.log_k[slot] /= states.log_k[slot].norm(dim=-1, keepdim=True)
-    states.log_g[slot] = -states.log_g[slot].abs()
-    states.folded[slot] = t.far // FOLD * FOLD
-
-
-def _fill(memory: Tensor, generator: torch.Generator) -> None:
-    """With normal numbers, the same on every device."""
-    memory.copy_(torch.empty(memory.shape, dtype=memory.dtype).normal_(generator=generator))
+    log_k = torch.empty(states.log_k.shape[1:]).normal_(generator=generator)
+    t.memory.put(states.log_k[slot], log_k / log_k.norm(dim=-1, keepdim=True))
+    t.memory.put(states.log_g[slot], -torch.empty(states.log_g.shape[1:]).normal_(generator=generator).abs())
+    for part in (states.state, states.log_d, states.conv):
+        t.fill(part[slot], generator)
+    t.memory.put(states.folded[slot], torch.tensor([t.far // FOLD * FOLD], dtype=torch.int32))
 
 
 def _split(tokens: list[int], *sizes: int) -> Iterator[tuple[list[int], int]]:

@@ -10,7 +10,6 @@ from msgspec import structs
 
 from gpu_worker.device import draw_params
 from gpu_worker.device.kv_cache import KvCache
-from gpu_worker.device.memory import host_memory
 from gpu_worker.device.ops import KERNELS
 from gpu_worker.device.step_buffers import Limits, Shape, StepBuffers
 from gpu_worker.model import card_weights
@@ -19,15 +18,15 @@ from gpu_worker.model.card_model import CardModel
 from gpu_worker.model.exactness import prove
 from gpu_worker.model.load import load_model
 from gpu_worker.model.weights import Weights
+from tests.cuda.fake.torch_on_card import in_host_memory
 from tests.kernels import harness
 from tests.make_models import VOCAB, write_gguf, write_hf
-from tests.model.runs import DRAFT_MAX, cache, chain, logits_of
+from tests.model.runs import DRAFT_MAX, HOST, cache, chain, logits_of
 from wire.messages import Sampling
 from wire.model_files import find_model
 from wire.model_spec import ModelError
 
 ONE_ORDER = pytest.mark.parametrize("mode", ["lazy"], indirect=True)
-TWO_ORDERS = pytest.mark.parametrize("mode", ["lazy", "random:3"], indirect=True)
 HYBRID = {"layers": 4, "head_dim": 64, "key_dim": 32, "value_dim": 32, "mtp": True}
 SMALL = HYBRID | {"layers": 2, "interval": 2}
 MODELS = [
@@ -52,14 +51,14 @@ def model_on(card, path: Path, exact: bool = False, rows: int = 256) -> CardMode
     return CardModel(files.spec, weights, card.card, card.torch, buffers, exact)
 
 
-@TWO_ORDERS
+@pytest.mark.parametrize(("mode", "exact"), [("lazy", False), ("random:3", True)], indirect=["mode"])
 @pytest.mark.parametrize(("arch", "options"), MODELS)
-def test_the_same_numbers_as_on_the_cpu(tmp_path, card, arch, options):
+def test_the_same_numbers_as_on_the_cpu(tmp_path, card, arch, options, exact):
     """All logits of a text fed in chunks: as near to float32 as torch in bf16 is, and the same best token where it is clear."""
     path = write_hf(tmp_path / "m", arch, dtype="BF16", **options)
     tokens = some(90)
     truth, half = (logits_of(load_model(find_model(str(path)), dtype, native=False), tokens, 90) for dtype in ("f32", "bf16"))
-    found = logits_of(model_on(card, path), tokens, 40, card.torch.zeros)
+    found = logits_of(model_on(card, path, exact), tokens, 80, card.torch)
     assert truth.std() > 0.5, "logits that do not spread prove little"
     assert harness.relative(found, truth) < max(1.5 * harness.relative(half, truth), 1e-2)
     best, second = truth.topk(2).values.unbind(-1)
@@ -72,7 +71,7 @@ def test_the_same_numbers_as_on_the_cpu(tmp_path, card, arch, options):
 def test_four_bit_files_are_expanded(tmp_path, card):
     path = write_gguf(tmp_path / "m.gguf", "llama", quant="Q4_0", head_dim=64, hidden=64)
     expected = logits_of(load_model(find_model(str(path)), "f32", native=False), some(30))
-    assert harness.relative(logits_of(model_on(card, path), some(30), 30, card.torch.zeros), expected) < 2e-2
+    assert harness.relative(logits_of(model_on(card, path), some(30), 30, card.torch), expected) < 2e-2
 
 
 @ONE_ORDER
@@ -83,11 +82,11 @@ def test_the_head_drafts_what_it_drafts_on_the_cpu(tmp_path, card, draft_ids):
     tokens, drafted = some(37), some(3, seed=2)
     found = []
     on_cpu = load_model(find_model(str(path)), "f32", native=False)
-    for model, allocate in ((on_cpu, host_memory), (model_on(card, path), card.torch.zeros)):
-        kv = cache(model, 64, allocate)
+    for model, memory in ((on_cpu, HOST), (model_on(card, path), card.torch)):
+        kv = cache(model, 64, memory)
         blocks = [2, 0, 3]
         model.forward(Batch.of([(tokens, 0, blocks)]), kv)
-        hidden, table, rows = kv.hidden[blocks[36 // 16]][None], torch.tensor([blocks], dtype=torch.int32), []
+        hidden, table, rows = memory.download(kv.hidden[blocks[36 // 16]])[None], torch.tensor([blocks], dtype=torch.int32), []
         for i, token in enumerate(drafted):
             hidden = model.draft(torch.tensor([token]), torch.tensor([37 + i], dtype=torch.int32), hidden, table, kv)
             rows += [hidden, model.draft_logits(hidden)]
@@ -99,7 +98,7 @@ def test_the_head_drafts_what_it_drafts_on_the_cpu(tmp_path, card, draft_ids):
 @ONE_ORDER
 def test_a_state_of_another_position_is_an_error(tmp_path, card):
     model = model_on(card, write_hf(tmp_path / "m", "qwen35", dtype="BF16", **HYBRID))
-    kv = cache(model, 96, card.torch.zeros)
+    kv = cache(model, 96, card.torch)
     model.forward(Batch.of([(some(20), 0, [0, 1])]), kv)
     with pytest.raises(ValueError, match="another position"):
         model.forward(Batch.of([([1], 60, [0, 1, 2, 3])]), kv)
@@ -111,7 +110,7 @@ def test_a_state_of_another_position_is_an_error(tmp_path, card):
 @pytest.mark.parametrize(("arch", "options"), [MODELS[0], MODELS[3]])
 def test_exactness_is_proven(tmp_path, card, arch, options):
     model = model_on(card, write_hf(tmp_path / "m", arch, dtype="BF16", context=1024, **options), exact=True)
-    assert prove(model, card.torch.zeros) == (True, "")
+    assert prove(model, card.torch) == (True, "")
 
 
 # whole steps ----------------------------------------------------------------------------------------------------------
@@ -183,14 +182,18 @@ def texts_of(model: CardModel, kv: KvCache) -> list[Text]:
 
 def pool_of(card, model: CardModel) -> KvCache:
     kv = KvCache(model.spec, 13, 16, model.kv_dtype, 3, DRAFT_MAX, card.torch.zeros)
-    kv.rows.fill_(torch.nan)
+    in_host_memory(kv.rows).fill_(torch.nan)
     if kv.states:
-        kv.states.flat.fill_(torch.nan)
+        in_host_memory(kv.states.flat).fill_(torch.nan)
     return kv
 
 
-@TWO_ORDERS
-@pytest.mark.parametrize(("arch", "options"), [MODELS[0], pytest.param("qwen35", SMALL, id="qwen35-head")])
+@pytest.mark.parametrize(
+    ("mode", "arch", "options"),
+    [("lazy", "llama", {"head_dim": 64}), ("random:3", "qwen35", SMALL)],
+    ids=["llama-lazy", "qwen35-head-random"],
+    indirect=["mode"],
+)
 def test_text_is_the_same_with_drafts_padding_and_graphs(tmp_path, card, arch, options):
     """Three texts in one step each time, with products of one size: the same as one by one, however the step looks."""
     model = model_on(card, write_hf(tmp_path / "m", arch, dtype="BF16", **options), exact=True, rows=64)
@@ -220,7 +223,7 @@ def test_text_is_the_same_with_drafts_padding_and_graphs(tmp_path, card, arch, o
         graph.close()
     assert [text.tokens[:LENGTH] for text in together] == [text.tokens[:LENGTH] for text in alone]
     assert len(graphs) < step, "no graph was launched twice"
-    assert torch.isnan(kv.rows.view(14, -1)[12].float()).all(), "a block that nobody has was written to"
+    assert torch.isnan(card.torch.download(kv.rows.view(14, -1)[12])).all(), "a block that nobody has was written to"
 
 
 @ONE_ORDER
@@ -231,7 +234,7 @@ def test_drafts_of_a_step_are_those_of_the_head_alone(tmp_path, card):
     texts = texts_of(model, kv)
     counts = [6, 0, 3]
     at = [len(text.tokens) - 1 for text in texts]
-    expected = [chain(model, kv, t.blocks, t.tokens[-1], p, n) if n else [] for t, p, n in zip(texts, at, counts)]
+    expected = [chain(model, kv, t.blocks, t.tokens[-1], p, n, card.torch) if n else [] for t, p, n in zip(texts, at, counts)]
     accepted = decode(card, model, texts, counts, 2, lambda shape: enqueue(model, shape))
     b = model.buffers
     begins = b.row_begin[:3].tolist()
@@ -239,8 +242,25 @@ def test_drafts_of_a_step_are_those_of_the_head_alone(tmp_path, card):
     assert accepted < sum(counts), "a random head whose drafts all agree"
     for i, (text, row, position) in enumerate(zip(texts, begins, at)):
         right = int(b.back["accepted"][i])
-        kept = kv.hidden[text.blocks[(position + right) // 16]]
-        assert torch.equal(kept, model.hidden_rows()[row + right].float())
+        kept, computed = kv.hidden[text.blocks[(position + right) // 16]], model.hidden_rows()[row + right]
+        assert torch.equal(card.torch.download(kept), card.torch.download(computed).float())
+
+
+@ONE_ORDER
+def test_a_part_of_a_table_is_uploaded_in_its_place(card):
+    buffers = StepBuffers(card.card, card.torch, Limits(rows=4, sequences=2, draft_max=1, seats=3, table_stride=5))
+    for seat, first, values in ((1, 0, [7, 8]), (2, 0, [1]), (1, 2, [9, 10, 11]), (2, 1, [2])):
+        buffers.tables[seat, first : first + len(values)] = values
+        buffers.upload_table(seat, first, len(values))
+    back = card.card.pinned(3 * 5 * 4)
+    card.card.to_host(back, buffers.at["tables"], card.card.compute)
+    card.card.synchronize()
+    assert back.view(np.int32).reshape(3, 5).tolist() == [[0] * 5, [7, 8, 9, 10, 11], [1, 2, 0, 0, 0]]
+
+
+def test_a_step_that_cannot_hold_its_drafts_is_refused():
+    with pytest.raises(ValueError, match="2 sequences with 3 drafts are more than 7 rows"):
+        StepBuffers(None, None, Limits(rows=7, sequences=2, draft_max=3, seats=2, table_stride=4))
 
 
 # what does not fit ----------------------------------------------------------------------------------------------------

@@ -5,25 +5,28 @@ from pathlib import Path
 import torch
 
 from gpu_worker.device.kv_cache import KvCache
-from gpu_worker.device.memory import Allocate, host_memory
+from gpu_worker.device.memory import HostMemory, Memory
 from gpu_worker.model.batch import Batch
 from gpu_worker.model.load import Model
 
 DRAFT_MAX = 8
 
 
-def cache(model: Model, cells: int, allocate: Allocate = host_memory) -> KvCache:
+HOST = HostMemory()
+
+
+def cache(model: Model, cells: int, memory: Memory = HOST) -> KvCache:
     """A pool for as many cells, full of what no test may read."""
-    kv = KvCache(model.spec, -(-cells // 16), 16, model.kv_dtype, state_slots=2, draft_max=DRAFT_MAX, allocate=allocate)
-    kv.rows.fill_(torch.nan)
+    kv = KvCache(model.spec, -(-cells // 16), 16, model.kv_dtype, state_slots=2, draft_max=DRAFT_MAX, allocate=memory.zeros)
+    memory.put(kv.rows, torch.full(kv.rows.shape, torch.nan, dtype=kv.dtype))
     if kv.states:
-        kv.states.flat.fill_(torch.nan)
+        memory.put(kv.states.flat, torch.full(kv.states.flat.shape, torch.nan))
     return kv
 
 
-def logits_of(model: Model, tokens: list[int], chunk: int = 100, allocate: Allocate = host_memory) -> torch.Tensor:
+def logits_of(model: Model, tokens: list[int], chunk: int = 100, memory: Memory = HOST) -> torch.Tensor:
     """Of every position, fed in chunks."""
-    kv = cache(model, len(tokens), allocate)
+    kv = cache(model, len(tokens), memory)
     blocks = list(range(kv.num_blocks))[::-1]
     parts = [Batch.of([(tokens[at : at + chunk], at, blocks)], last_only=False) for at in range(0, len(tokens), chunk)]
     return torch.cat([model.logits(model.forward(part, kv)) for part in parts])
@@ -48,10 +51,12 @@ def greedy(model: Model, tokens: list[int], count: int) -> list[int]:
     return tokens
 
 
-def chain(model: Model, kv: KvCache, blocks: list[int], token: int, position: int, count: int) -> list[int]:
+def chain(
+    model: Model, kv: KvCache, blocks: list[int], token: int, position: int, count: int, memory: Memory = HOST
+) -> list[int]:
     """The head's greedy drafts of the `count` tokens behind `token`, which is the newest and not computed."""
     assert kv.hidden is not None
-    table, hidden = torch.tensor([blocks], dtype=torch.int32), kv.hidden[blocks[(position - 1) // 16]][None]
+    table, hidden = torch.tensor([blocks], dtype=torch.int32), memory.download(kv.hidden[blocks[(position - 1) // 16]])[None]
     drafts = []
     for at in range(position, position + count):
         hidden = model.draft(torch.tensor([token]), torch.tensor([at], dtype=torch.int32), hidden, table, kv)
