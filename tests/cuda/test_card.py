@@ -163,6 +163,16 @@ def test_torch_may_not_work_on_memory_of_the_card(scene: Scene) -> None:
             touch(scene.result[:1])
 
 
+@lazily
+def test_kernels_can_be_left_out(scene: Scene) -> None:
+    host = scene.card.pinned(4 * scene.n)
+    environ.configure(run=False)
+    scene.scale(2.0, scene.result, scene.values)
+    scene.card.to_host(host, scene.values.data_ptr(), scene.card.compute)
+    assert not scene.torch.download(scene.result).any()
+    assert np.array_equal(host.view(np.float32), scene.expected(1))
+
+
 # graphs
 
 

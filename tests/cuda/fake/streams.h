@@ -47,8 +47,7 @@ inline Stream* stream_of(void* handle) { return handle ? (Stream*)handle : &null
 
 inline void drain(Stream* s, uint64_t upto) {
   while (s->done < upto && !s->queue.empty()) {
-    std::shared_ptr<Op> op = std::move(s->queue.front());
-    s->queue.front() = op;  // stays visible as pending while it runs
+    std::shared_ptr<Op> op = s->queue.front();  // it is pending until it has run
     op->run();
     s->queue.pop_front();
     ++s->done;
