@@ -104,8 +104,9 @@ def _engine(
     if (needed := weight_bytes(spec)) > share:
         raise ConfigError(f"{_share(opened, config)}: the weights alone need {_mib(needed)}, its share is {_mib(share)}")
     context = min(config.ctx or spec.max_context, spec.max_context)
-    loaded = card_weights.load(spec, weights, on_card, context)
-    buffers = StepBuffers(card, on_card, step_limits(config, context, draft_max, step_rows))
+    limits = step_limits(config, context, draft_max, step_rows)
+    loaded = card_weights.load(spec, weights, on_card, positions=limits.table_stride * BLOCK_SIZE)
+    buffers = StepBuffers(card, on_card, limits)
     exact, note = proven.look(place_of(card)) if config.exact == "on" else (False, "--exact off")
     model = CardModel(spec, loaded, card, on_card, buffers, exact)
     if exact:
