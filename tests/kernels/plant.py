@@ -1,6 +1,6 @@
 """Plants one bug after another and says which are found: `python -m tests.kernels.plant WHERE plain|asan|tsan NAME...`
 
-Writes to the folder WHERE and prints a line of JSON: what was not found, and which tests fail without a bug. Each run of a test
+NAME is how the names of bugs begin; none: all of them. Writes to the folder WHERE and prints a line of JSON: what was not found, and which tests fail without a bug. Each run of a test
 is a fork of this process, as a bug may end it.
 """
 
@@ -25,8 +25,8 @@ REAL = harness.CUDA
 
 def main() -> None:
     torch.zeros(1), np.zeros(1)
-    where, by, names = Path(sys.argv[1]), sys.argv[2], sys.argv[3:]
-    bugs = [bug for bug in PLANTED if bug.found_by == by and (bug.name in names or not names)]
+    where, by, names = Path(sys.argv[1]), sys.argv[2], tuple(sys.argv[3:])
+    bugs = [bug for bug in PLANTED if bug.found_by == by and (not names or bug.name.startswith(names))]
     failing = [f"{test}: {text[-2000:]}" for test in sorted({bug.test for bug in bugs}) if (text := _control(where, test))]
     missed = [bug.name for bug in bugs if not _found(where, bug)]
     print(json.dumps({"planted": len(bugs), "missed": missed, "failing": failing}))
