@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import os
 import types
 from collections.abc import Sequence
 
@@ -137,7 +138,7 @@ def test_a_row_is_the_same_in_every_chunk_company_and_place(dim: int, heads: int
     text, other = (Text.of(cells, heads, kv_heads, dim, cells) for cells in (290, 600))
     begin = 230
     (whole,) = attend([(text, begin, 290)])
-    for _ in range(3):
+    for _ in range(2):
         at = begin
         while at < 290:
             end = min(at + int(rng.choice([1, 2, 5, 16, 31])), 290)
@@ -156,6 +157,7 @@ def test_a_row_before_the_first_cell_gets_zeros():
     assert not out[0].any() and relative(out[1:], text.expected(1, 3, 1)) < 6e-3
 
 
+@pytest.mark.skipif("KERNELS_ON" in os.environ, reason="a trap ends the context of a card, and so all later tests")
 def test_splits_that_do_not_reach_the_last_cell_are_refused():
     text = Text.of(2 * SPLIT + 1, 1, 1, 64, 1)
     attend([(text, 2 * SPLIT - 1, 2 * SPLIT)], splits=2)
