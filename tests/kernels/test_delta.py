@@ -266,7 +266,7 @@ def test_split_company_and_slot_change_no_bit(spec):
 
 
 @pytest.mark.parametrize("accepted", range(4))
-@pytest.mark.parametrize("first", [13, 29, 40])
+@pytest.mark.parametrize("first", [14, 31, 40])
 def test_rejected_drafts_leave_no_trace(first, accepted):
     """Three drafts behind a prompt longer than the rings, some across a multiple of 16; a fold that is due is done at the next
     step."""
