@@ -73,11 +73,11 @@ class CardPieces:
 
     def _places(self, action: Save | Load) -> Iterator[tuple[int, int]]:
         """(address, bytes) on the card of the parts of an action's image."""
-        kv = self._kv
+        kv, pool = self._kv, self._kv.address
         for block in action.blocks:
             if not 0 <= block < kv.num_blocks:
                 raise IndexError(f"block {block} of {kv.num_blocks}")
-            yield kv.address + block * kv.block_bytes, kv.block_bytes
+            yield pool + block * kv.block_bytes, kv.block_bytes
         if kv.state_bytes:
             start, unit = kv.state_address(action.state_slot), self.layout.unit_bytes
             for skip in range(0, kv.state_bytes, unit):

@@ -13,6 +13,7 @@ import pytest
 from gpu_worker.card_image import CardPieces
 from gpu_worker.device.arena_pins import ArenaPins
 from gpu_worker.device.card_copies import BATCH_PARTS, BATCHES, Part, checksum_kernel, runs
+from gpu_worker.device.copies import Abandoned
 from gpu_worker.device.cuda import Card, CardError
 from gpu_worker.image import Image
 from gpu_worker.parking import POLL_S, Parking
@@ -213,6 +214,21 @@ def test_a_damaged_part_an_other_request_and_another_layout_are_found(card, new_
     assert memory.load(image, (5, 6, 7), state_slot=1)
     pool.state_bytes = 350_016
     assert not memory.load(image, (5, 6, 7), state_slot=1)
+
+
+@lazily
+def test_one_that_fails_and_is_abandoned_still_waits_for_the_card(card, new_memory, monkeypatch):
+    pool = CardPool(card, 2 * BATCH_PARTS, block_bytes=4096)
+    memory = new_memory(pool)
+    blocks = tuple(range(2 * BATCH_PARTS))
+    image = memory.save(blocks)
+    loading = memory.pieces.load(Load("r", 1, blocks, 0), image, memory.pins)
+    with busy(card):
+        assert next(loading) == BATCH_PARTS * 4096
+        monkeypatch.setattr(memory.pins, "ready", lambda _slabs: False)
+        assert next(loading) == 0
+        assert loading.throw(Abandoned()) == 0
+    assert not led(loading)
 
 
 def test_neighbours_on_both_sides_are_one_copy_within_a_slab():
