@@ -21,6 +21,7 @@ from gpu_worker.device.torch_on_card import TorchOnCard, prepare
 from gpu_worker.engine import Engine
 from gpu_worker.model import card_weights, exactness
 from gpu_worker.model.card_model import CardModel
+from gpu_worker.model.card_weights import Source
 from gpu_worker.model.weights import Weights
 from wire.config import Config, ConfigError
 from wire.model_files import ModelFiles
@@ -90,15 +91,16 @@ def engine_on(opened: OpenCard, config: Config, files: ModelFiles, draft_max: in
         raise ConfigError("--dtype f32: a card computes in bf16; use --dtype auto, or --device cpu")
     spec = files.spec if draft_max else structs.replace(files.spec, mtp=None)
     try:
-        return _engine(opened, config, spec, Weights(files), draft_max, state_slots, step_rows)
+        return engine_of(opened, config, spec, Weights(files), draft_max, state_slots, step_rows)
     except torch.OutOfMemoryError:
         free = opened.card.memory()[0]
         raise ConfigError(f"{_share(opened, config)}: its memory ran out with {_mib(free)} left; lower --gpu-memory") from None
 
 
-def _engine(
-    opened: OpenCard, config: Config, spec: ModelSpec, weights: Weights, draft_max: int, state_slots: int, step_rows: int
+def engine_of(
+    opened: OpenCard, config: Config, spec: ModelSpec, weights: Source, draft_max: int, state_slots: int, step_rows: int
 ) -> Engine:
+    """`engine_on` for weights from anywhere; torch.OutOfMemoryError where they do not fit after all."""
     card, on_card = opened.card, opened.on_card
     share = int(opened.free_bytes * config.gpu_memory)
     if (needed := weight_bytes(spec)) > share:

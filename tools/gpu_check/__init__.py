@@ -1,0 +1,1 @@
+"""What only a card can show, as one command: `make gpu-check` (docs/gpu-check.md)."""
