@@ -27,8 +27,7 @@ from wire.model_files import SHIPPED, find_model
 from wire.model_spec import ModelError
 
 ONE_ORDER = pytest.mark.parametrize("mode", ["lazy"], indirect=True)
-HYBRID = {"layers": 4, "head_dim": 64, "key_dim": 32, "value_dim": 32, "mtp": True}
-SMALL = HYBRID | {"layers": 2, "interval": 2}
+HYBRID = {"layers": 3, "interval": 2, "head_dim": 64, "key_dim": 32, "value_dim": 32, "mtp": True}
 MODELS = [
     pytest.param("llama", {"head_dim": 64, "mlp_bias": True, "attention_bias": True}, id="llama-biases"),
     pytest.param("qwen2", {"head_dim": 64, "heads": 3, "kv_heads": 1, "tied": False}, id="qwen2-untied"),
@@ -56,14 +55,14 @@ def model_on(card, path: Path, exact: bool = False, rows: int = 256) -> CardMode
 def test_the_same_numbers_as_on_the_cpu(tmp_path, card, arch, options, exact):
     """All logits of a text fed in chunks: as near to float32 as torch in bf16 is, and the same best token where it is clear."""
     path = write_hf(tmp_path / "m", arch, dtype="BF16", **options)
-    tokens = some(90)
+    tokens, chunk = some(68 if exact else 40), 66 if exact else 30  # more rows than one product of exact models has
     truth, half = (logits_of(load_model(find_model(str(path)), dtype, native=False), tokens, 90) for dtype in ("f32", "bf16"))
-    found = logits_of(model_on(card, path, exact), tokens, 80, card.torch)
+    found = logits_of(model_on(card, path, exact), tokens, chunk, card.torch)
     assert truth.std() > 0.5, "logits that do not spread prove little"
     assert harness.relative(found, truth) < max(1.5 * harness.relative(half, truth), 1e-2)
     best, second = truth.topk(2).values.unbind(-1)
     clear = best - second > 0.2
-    assert clear.sum() > 30
+    assert clear.sum() > 15
     assert torch.equal(found.argmax(-1)[clear], truth.argmax(-1)[clear])
 
 
@@ -72,9 +71,9 @@ def test_the_embedded_model_says_the_same(card):
     """A trained model: the best token of every position, but where two are within 2e-2."""
     path = SHIPPED / "bard"
     model = model_on(card, path, rows=64)
-    tokens = torch.randint(model.spec.vocab, (60,), generator=torch.Generator().manual_seed(1)).tolist()
-    truth = logits_of(load_model(find_model(str(path)), "f32", native=False), tokens, 60)
-    found = logits_of(model, tokens, 60, card.torch)
+    tokens = torch.randint(model.spec.vocab, (40,), generator=torch.Generator().manual_seed(1)).tolist()
+    truth = logits_of(load_model(find_model(str(path)), "f32", native=False), tokens, 40)
+    found = logits_of(model, tokens, 40, card.torch)
     assert harness.relative(found, truth) < 1e-2
     best, second = truth.topk(2).values.unbind(-1)
     clear = best - second > 2e-2
@@ -128,7 +127,7 @@ def test_exactness_is_proven(tmp_path, card, arch, options):
 
 
 # whole steps ----------------------------------------------------------------------------------------------------------
-LENGTH = 36  # of texts: two folds of the state behind the shortest prompt
+LENGTH = 34  # of texts: two folds of the state behind the shortest prompt
 
 
 class Text:
@@ -204,7 +203,7 @@ def pool_of(card, model: CardModel) -> KvCache:
 
 @pytest.mark.parametrize(
     ("mode", "arch", "options"),
-    [("lazy", "llama", {"head_dim": 64}), ("random:3", "qwen35", SMALL)],
+    [("lazy", "llama", {"head_dim": 64}), ("random:3", "qwen35", HYBRID)],
     ids=["llama-lazy", "qwen35-head-random"],
     indirect=["mode"],
 )
