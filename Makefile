@@ -1,4 +1,4 @@
-# make setup | demo | test | test-long | serve | lint | clean
+# make setup | demo | test | test-long | serve | gpu-check | lint | clean
 #
 # PYTHON       the interpreter that .venv is made from, 3.11 or newer
 # TORCH_INDEX  package index to take torch from, e.g. PyTorch's own index of CPU builds (see README, "Which torch");
@@ -8,6 +8,10 @@
 PYTHON ?= python3
 TORCH_INDEX ?=
 PIP_FLAGS ?=
+
+# of gpu-check: the interpreter that has a CUDA build of torch, and wheels of what it lacks (PyCUDA and others)
+GPU_PYTHON ?= python3
+WHEELS ?=
 FLAGS ?=
 
 VENV := .venv
@@ -19,7 +23,7 @@ PYCUDA := $(VENV)/.pycuda
 PYCUDA_WHEELS := build/pycuda
 NATIVE_SOURCES := $(wildcard gpu_worker/native/*.cpp gpu_worker/native/*.h) gpu_worker/device/native.py
 
-.PHONY: setup demo test test-long tested serve lint clean
+.PHONY: setup demo test test-long tested serve gpu-check lint clean
 
 setup: $(PACKAGES) $(NATIVE)
 
@@ -73,6 +77,10 @@ test-long: tested
 
 serve: setup
 	@exec $(BIN)/parkade serve $(FLAGS)
+
+gpu-check:
+	@test -z "$(WHEELS)" || $(GPU_PYTHON) -m pip install -q --no-deps --upgrade --target build/gpu-check $(WHEELS)
+	@PYTHONPATH=build/gpu-check:.$${PYTHONPATH:+:$$PYTHONPATH} $(GPU_PYTHON) -m tools.gpu_check $(FLAGS)
 
 lint: setup
 	@$(BIN)/ruff check .
