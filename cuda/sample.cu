@@ -121,7 +121,7 @@ struct Best {
 __device__ __forceinline__ Best of_block(Best b, Shared* s) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   b.of_warp();
-  __syncthreads();
+  __syncthreads();  // the places may still be read from the last time
   if (lane == 0) {
     s->scores[warp] = b.score;
     s->columns[warp] = b.column;
@@ -260,7 +260,6 @@ __device__ __forceinline__ int last_column(const Draw& draw, const Kept& kept, S
       break;
     }
     before += found;
-    __syncthreads();
   }
   __syncthreads();
   return s->last;
