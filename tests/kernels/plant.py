@@ -1,7 +1,7 @@
 """Plants one bug after another and says which are found: `python -m tests.kernels.plant WHERE plain|asan|tsan NAME...`
 
-NAME is how the names of bugs begin; none: all of them. Writes to the folder WHERE and prints a line of JSON: what was not found, and which tests fail without a bug. Each run of a test
-is a fork of this process, as a bug may end it.
+NAME is how the names of bugs begin; none: all of them. Writes to the folder WHERE and prints a line of JSON: what was not found,
+and which tests fail without a bug. Each run of a test is a fork of this process, as a bug may end it.
 """
 
 import json
