@@ -9,7 +9,8 @@ from tests.cuda.fake.overlay import sitecustomize
 
 HERE = Path(__file__).parent
 
-sitecustomize.install()  # torch_on_card is that of the fake driver; before anybody imports the real one
+if os.environ.get("KERNELS_ON") != "card":
+    sitecustomize.install()  # torch_on_card is that of the fake driver; before anybody imports the real one
 
 
 def pytest_configure() -> None:

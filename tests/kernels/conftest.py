@@ -11,7 +11,7 @@ HERE = Path(__file__).parent
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    if harness.compiler():
+    if harness.compiler() or "KERNELS_ON" in os.environ:
         return
     for item in items:
         if item.path.is_relative_to(HERE):
