@@ -5,10 +5,10 @@ import time
 import zmq
 from msgspec.structs import replace
 
+from gpu_worker.engine import StepRunner
 from gpu_worker.parking import Parking
 from gpu_worker.policy import events
 from gpu_worker.policy.scheduler import Scheduler
-from gpu_worker.runner import Runner
 from wire import messages
 from wire.codec import Decoder, ProtocolError, frames
 from wire.service import log, notify
@@ -37,7 +37,9 @@ def told(choice: events.Choice) -> str:
 class Worker:
     """Owns the scheduler, the runner, the socket to the router and the parking of one device."""
 
-    def __init__(self, hello: messages.Hello, socket: zmq.Socket, scheduler: Scheduler, runner: Runner, parking: Parking) -> None:
+    def __init__(
+        self, hello: messages.Hello, socket: zmq.Socket, scheduler: Scheduler, runner: StepRunner, parking: Parking
+    ) -> None:
         self.hello = hello
         self.socket = socket
         self.scheduler = scheduler
@@ -52,7 +54,15 @@ class Worker:
         self._watchdog_at = 0.0
 
     def run(self) -> None:
-        """Until SIGTERM, or until drained. Says Goodbye at the end, so that the router need not find out."""
+        """Until SIGTERM, or until drained. Says Goodbye at the end, so that the router need not find out. However it ends, the
+        parking and the socket are closed."""
+        try:
+            self._serve()
+        finally:
+            self.parking.close()
+            self.socket.close()
+
+    def _serve(self) -> None:
         self._say_hello(time.monotonic())
         wait_s: float | None = 0.0
         while not self.stopping and not (self.draining and self.scheduler.idle):
@@ -74,8 +84,6 @@ class Worker:
             wait_s = 0.0 if plan.rows or plan.actions or copying else self._wait_s(now)
         self._act(self.scheduler.plan(time.monotonic()).actions, time.monotonic())
         self._send(messages.Goodbye("drained" if self.draining else "stopped"))
-        self.parking.close()
-        self.socket.close()
 
     # in -------------------------------------------------------------------------------------------------------------------
     def _receive(self, wait_s: float | None) -> None:

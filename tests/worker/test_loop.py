@@ -2,6 +2,7 @@
 
 from types import SimpleNamespace
 
+import pytest
 import zmq
 
 from gpu_worker import worker as module
@@ -71,6 +72,20 @@ def test_a_step_is_measured_from_its_start_to_its_end(monkeypatch):
     worker.scheduler.handle(Submitted(Submit(Generate("a", [1, 2, 3], max_tokens=2), 1)), clock.now)
     worker.run()
     assert [event.seconds for event in worker.scheduler.events if isinstance(event, StepDone)] == [0.25, 0.25]
+
+
+def test_a_step_that_fails_leaves_nothing_open():
+    class Runner:
+        def step(self, _plan: Plan) -> StepDone:
+            raise RuntimeError("the card is gone")
+
+    worker, closed = new_worker(Runner()), []
+    worker.parking.close = lambda: closed.append("parking")
+    worker.socket.close = lambda: closed.append("socket")
+    worker.scheduler.handle(Submitted(Submit(Generate("a", [1, 2, 3], max_tokens=2), 1)), 0.0)
+    with pytest.raises(RuntimeError, match="the card is gone"):
+        worker.run()
+    assert closed == ["parking", "socket"]
 
 
 def test_a_park_is_told_with_its_reason_and_its_numbers_are_one_line_of_the_log(caplog):
