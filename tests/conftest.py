@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.cuda.fake.overlay import sitecustomize
-
 HERE = Path(__file__).parent
 
 if os.environ.get("KERNELS_ON") != "card":
+    from tests.cuda.fake.overlay import sitecustomize
+
     sitecustomize.install()  # torch_on_card is that of the fake driver; before anybody imports the real one
 
 
