@@ -31,7 +31,7 @@ class Memory(Protocol):
 
     def zeros(self, nbytes: int) -> Tensor: ...  # Allocate
     def put(self, target: Tensor, rows: Tensor) -> None: ...  # into the first rows of `target`
-    def download(self, tensor: Tensor) -> Tensor: ...  # a copy in host memory, when all work enqueued so far is done
+    def download(self, tensor: Tensor) -> Tensor: ...  # a copy in host memory, when all steps enqueued so far are over
 
 
 class HostMemory:

@@ -13,11 +13,17 @@ from wire.config import ConfigError
 
 
 def prepare(index: int) -> None:
-    """Before a Card is opened: torch makes the context that both share. ConfigError if torch has no CUDA or no such card."""
+    """Before a Card is opened: torch makes the context that both share. ConfigError, in one line, if it cannot."""
+    device = f"--device cuda:{index}"
     if not torch.cuda.is_available():
-        raise ConfigError(f"--device cuda:{index}: torch {torch.__version__} finds no CUDA; install a CUDA build of torch")
-    torch.cuda.init()
-    torch.cuda.set_device(index)
+        raise ConfigError(f"{device}: torch {torch.__version__} finds no CUDA; install a CUDA build of torch")
+    if not index < (count := torch.cuda.device_count()):
+        raise ConfigError(f"{device}: this machine has {count} card(s), cuda:0 to cuda:{count - 1}")
+    try:
+        torch.cuda.init()
+        torch.cuda.set_device(index)
+    except RuntimeError as error:  # its memory is full, or another process has it for itself
+        raise ConfigError(f"{device}: {str(error).splitlines()[0]}; or choose --device cpu") from None
 
 
 class TorchOnCard:
@@ -37,8 +43,8 @@ class TorchOnCard:
         return self._there(tensor.to(self.device, copy=True))
 
     def download(self, tensor: Tensor) -> Tensor:
-        """A copy in host memory of what all work enqueued so far leaves there."""
-        torch.cuda.synchronize(self.device)
+        """A copy in host memory of what the compute stream's work so far leaves there. It does not wait for copies of images."""
+        self._stream.synchronize()
         return tensor.cpu()
 
     def put(self, target: Tensor, rows: Tensor) -> None:

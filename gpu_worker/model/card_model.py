@@ -42,7 +42,7 @@ class CardModel:
         self._work = Workspace(spec, weights, buffers.limits, on_card)
         self._program: Program | None = None
         self._kv: KvCache | None = None
-        self._calls: OrderedDict[Hashable, list[Call]] = OrderedDict()
+        self._calls: OrderedDict[Hashable, list[Call]] = OrderedDict()  # least recently used first
 
     @property
     def draft_ids(self) -> Tensor | None:
@@ -100,6 +100,7 @@ class CardModel:
             calls = self._calls[key] = prepare(self._bound())
             if len(self._calls) > _PROGRAMS:
                 self._calls.popitem(last=False)
+        self._calls.move_to_end(key)
         with self._on_card.streaming():
             for call in calls:
                 call()

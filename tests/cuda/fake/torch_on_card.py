@@ -67,8 +67,8 @@ class TorchOnCard:
         return there
 
     def download(self, tensor: Tensor) -> Tensor:
-        """A copy in host memory of what all work enqueued so far leaves there."""
-        self._card.synchronize()
+        """A copy in host memory of what the compute stream's work so far leaves there. It does not wait for copies of images."""
+        self._card.compute.synchronize()
         return in_host_memory(tensor).clone()
 
     def put(self, target: Tensor, rows: Tensor) -> None:
