@@ -8,7 +8,7 @@
 // the float32 hidden row of a block's newest cell lies `hidden_at` bytes behind the block's begin. A sequence's blocks are
 // tables[seats[sequence]][position / 16].
 //
-// Registers (sm_90): rms_norm 80, pair and pair_draft 52, the others 48 or fewer. Floor, in bytes a row: embed 6 hidden;
+// Registers (sm_90): rms_norm 80, pair 52, pair_draft 48, the others 32 or fewer. Floor, in bytes a row: embed 6 hidden;
 // rms_norm 6 hidden, with `add` 12; pair 10 hidden, keep_hidden 6.
 #include "common.cuh"
 
