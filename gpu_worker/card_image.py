@@ -5,8 +5,9 @@ from typing import Protocol
 
 from gpu_worker.device.arena_pins import ArenaPins
 from gpu_worker.device.card_copies import CardCopies, Part
-from gpu_worker.device.cuda import Card, Function
+from gpu_worker.device.cuda import Card
 from gpu_worker.device.memory import Allocate
+from gpu_worker.device.ops import Ops
 from gpu_worker.image import Image, Layout, damaged
 from gpu_worker.policy.events import Load, Save
 
@@ -31,11 +32,11 @@ class CardPieces:
 
     beside = True
 
-    def __init__(self, card: Card, kv: CardStore, worker_identity: str, checksum: Function, allocate: Allocate) -> None:
-        """`checksum`: `card_copies.checksum_kernel`; `allocate`: memory on the card."""
+    def __init__(self, card: Card, kv: CardStore, worker_identity: str, ops: Ops, allocate: Allocate) -> None:
+        """`ops`: with the kernel `checksum`; `allocate`: memory on the card."""
         self.layout = Layout(kv, worker_identity)
         self._card, self._kv = card, kv
-        self._copies = CardCopies(card, checksum, allocate, kv.address)
+        self._copies = CardCopies(card, ops, allocate, kv.address)
         self._arenas: list[ArenaPins] = []  # mapped, or still being undone
 
     def map(self, fd: int, nbytes: int, slab_bytes: int) -> ArenaPins:

@@ -11,9 +11,9 @@ from msgspec import structs
 from gpu_worker.card_image import CardPieces
 from gpu_worker.card_runner import CardRunner
 from gpu_worker.device import proven
-from gpu_worker.device.card_copies import checksum_kernel
 from gpu_worker.device.cuda import Card
 from gpu_worker.device.kv_cache import KvCache, block_bytes
+from gpu_worker.device.ops import Ops
 from gpu_worker.device.proven import Place
 from gpu_worker.device.state_cache import state_bytes
 from gpu_worker.device.step_buffers import Limits, StepBuffers
@@ -123,7 +123,7 @@ def engine_of(
         _mib(opened.free_bytes), _mib(share), _mib(model.weight_bytes), _mib(max(0, other - model.weight_bytes)), _mib(kv.bytes),
         _mib(kv.states.bytes if kv.states else 0),
     )  # fmt: skip
-    checksum = checksum_kernel(card)
+    ops = Ops(card, ["checksum"])
     runner = CardRunner(card, on_card, model)
     return Engine(
         device=f"{opened.device} {card.name}",
@@ -134,7 +134,7 @@ def engine_of(
         exact=exact,
         exact_note=note,
         runner=runner,
-        copies=lambda identity: CardPieces(card, kv, identity, checksum, on_card.zeros),
+        copies=lambda identity: CardPieces(card, kv, identity, ops, on_card.zeros),
         close=runner.close,
     )
 

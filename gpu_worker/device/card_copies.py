@@ -8,7 +8,6 @@ Bytes moved, block-major: each byte crosses the link once and is read once on th
 and nothing is staged (docs/decisions/0015).
 """
 
-import struct
 from collections import deque
 from collections.abc import Generator, Iterable, Iterator
 from contextlib import suppress
@@ -17,16 +16,14 @@ from typing import NamedTuple
 
 import numpy as np
 
-from gpu_worker.device import nvrtc
 from gpu_worker.device.arena_pins import ArenaPins
 from gpu_worker.device.copies import Abandoned
-from gpu_worker.device.cuda import Card, Function, Stream
+from gpu_worker.device.cuda import Card, Stream
 from gpu_worker.device.memory import Allocate
+from gpu_worker.device.ops import Ops
 
 BATCH_PARTS = 128  # at about 2 us a copy a turn of the loop enqueues for some .3 ms (not measured on a card)
 BATCHES = 4  # under way in each direction: of a 4B model 400 MiB, 7 ms of a fast link, so that it does not run dry
-_CHECKSUM_BLOCK = (256, 1, 1)  # a part each
-_ARGUMENTS = struct.Struct("PPPPPi")
 
 
 class Part(NamedTuple):
@@ -54,11 +51,6 @@ def runs(parts: Iterable[Part], slab_bytes: int) -> Iterator[tuple[int, int, int
         yield address, offset, nbytes
 
 
-def checksum_kernel(card: Card) -> Function:
-    """`checksum` of cuda/image.cu, compiled for the card. ConfigError if that cannot be."""
-    return card.functions(nvrtc.compiled("image.cu", card.architecture), {"checksum": 0})["checksum"]
-
-
 class Batch:
     """Room for what a batch needs beside its bytes, in page-locked memory and on the card, and its event. Used over and over."""
 
@@ -84,18 +76,19 @@ class Batch:
         self.seeds[:n] = [part.seed for part in parts]
         self.nbytes[:n] = [part.nbytes for part in parts]
 
-    def arguments(self, base: int) -> bytes:
+    def arguments(self, base: int) -> tuple[int, ...]:
         """Of the kernel `checksum` in cuda/image.cu."""
         sums, offsets, seeds, nbytes = (self.address + part * BATCH_PARTS for part in (0, 8, 16, 24))
-        return _ARGUMENTS.pack(sums, base, offsets, nbytes, seeds, self.parts)
+        return sums, base, offsets, nbytes, seeds, self.parts
 
 
 class CardCopies:
     """Owns the batches of both directions. Belongs to the card's thread."""
 
-    def __init__(self, card: Card, checksum: Function, allocate: Allocate, base: int) -> None:
-        """`checksum`: the kernel; `allocate`: memory on the card; `base`: an address there that parts' addresses count from."""
-        self._card, self._checksum, self._base = card, checksum, base
+    def __init__(self, card: Card, ops: Ops, allocate: Allocate, base: int) -> None:
+        """`ops`: with the kernel `checksum`; `allocate`: memory on the card; `base`: an address there that parts' addresses
+        count from."""
+        self._card, self._ops, self._base = card, ops, base
         self._memory = allocate(2 * BATCHES * Batch.NBYTES)
         host = card.pinned(2 * BATCHES * Batch.NBYTES)
         starts = range(0, len(host), Batch.NBYTES)
@@ -161,7 +154,7 @@ class CardCopies:
             for address, offset, nbytes in runs(parts, arena.slab_bytes):
                 card.to_card(address, arena.view(offset, nbytes), stream)
         card.to_card(batch.address, batch.host, stream)
-        card.launch(self._checksum, (batch.parts, 1, 1), _CHECKSUM_BLOCK, batch.arguments(self._base), 0, stream)
+        self._ops.prepare("checksum", (batch.parts,), *batch.arguments(self._base), stream=stream)()  # a block a part
         if to_arena:
             for address, offset, nbytes in runs(parts, arena.slab_bytes):
                 card.to_host(arena.view(offset, nbytes), address, stream)

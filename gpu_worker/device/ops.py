@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from functools import partial
 
 from gpu_worker.device import nvrtc
-from gpu_worker.device.cuda import Card
+from gpu_worker.device.cuda import Card, Stream
 
-Call = Callable[[], None]  # enqueues one piece of work on the compute stream
+Call = Callable[[], None]  # enqueues one piece of work
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,10 +65,10 @@ class Ops:
             wanted = {name: KERNELS[name].shared_bytes for name in names if KERNELS[name].file == file}
             self._functions |= card.functions(nvrtc.compiled(file, card.architecture), wanted)
 
-    def prepare(self, name: str, grid: tuple[int, ...], *arguments: int | float) -> Call:
-        """A launch on the compute stream with `grid` blocks (up to three numbers)."""
+    def prepare(self, name: str, grid: tuple[int, ...], *arguments: int | float, stream: Stream = None) -> Call:
+        """A launch on `stream` (None: the compute stream) with `grid` blocks (up to three numbers)."""
         kernel = KERNELS[name]
         packed = struct.pack(kernel.arguments, *arguments)
         x, y, z = (*grid, 1, 1)[:3]
         launch = self._functions[name]._launch_kernel
-        return partial(launch, (x, y, z), (kernel.block, 1, 1), packed, kernel.shared_bytes, self._card.compute)
+        return partial(launch, (x, y, z), (kernel.block, 1, 1), packed, kernel.shared_bytes, stream or self._card.compute)

@@ -10,7 +10,7 @@ import pytest
 
 from gpu_worker.card_image import CardPieces
 from gpu_worker.device.arena_pins import ArenaPins
-from gpu_worker.device.card_copies import checksum_kernel
+from gpu_worker.device.ops import Ops
 from gpu_worker.image import Image
 from gpu_worker.policy.events import Load, Save
 from tests.cuda.fake.torch_on_card import in_host_memory
@@ -56,7 +56,7 @@ class Memory:
     """An arena without a host cache, and a card that copies to and from it."""
 
     def __init__(self, gpu: SimpleNamespace, pool: CardPool, nbytes: int = 64 << 20) -> None:
-        self.pieces = CardPieces(gpu.card, pool, "cuda0-1-1", checksum_kernel(gpu.card), gpu.torch.zeros)
+        self.pieces = CardPieces(gpu.card, pool, "cuda0-1-1", Ops(gpu.card, ["checksum"]), gpu.torch.zeros)
         fd = arena.create(nbytes)
         self.pins: ArenaPins = self.pieces.map(fd, nbytes, SLAB_BYTES)
         os.close(fd)

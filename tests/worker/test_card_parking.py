@@ -6,8 +6,8 @@ import time
 import pytest
 
 from gpu_worker.card_image import CardPieces
-from gpu_worker.device.card_copies import checksum_kernel
 from gpu_worker.device.cuda import Card, CardError
+from gpu_worker.device.ops import Ops
 from gpu_worker.parking import POLL_S, Parking
 from gpu_worker.policy.events import HostCacheLost, LeaseGranted, Load, Loaded, ReleaseLease, Reserve, Save, Saved
 from tests.cuda.fake import environ
@@ -30,7 +30,7 @@ def new_parking(card):
     made: list[Parking] = []
 
     def new(cache: HostCache, pool: CardPool, name: str = "cuda0-1-1") -> Parking:
-        pieces = CardPieces(card.card, pool, name, checksum_kernel(card.card), card.torch.zeros)
+        pieces = CardPieces(card.card, pool, name, Ops(card.card, ["checksum"]), card.torch.zeros)
         made.append(Parking(None, cache.path, name, time.monotonic, pieces))
         wait(made[-1], lambda: made[-1].connected)
         return made[-1]
