@@ -55,11 +55,12 @@ def sharing(card: Card, tensors: TorchOnCard) -> Iterator[Figure]:
 
 def graphs(card: Card, tensors: TorchOnCard) -> Iterator[Figure]:
     """A captured product and copy, replayed."""
-    w = tensors.upload(torch.eye(256).bfloat16() * 2)
+    w, bias = tensors.upload(torch.eye(256).bfloat16() * 2), tensors.upload(torch.zeros(256).bfloat16())
     x, y = (tensors.upload(torch.ones(64, 256).bfloat16()) for _ in range(2))
 
     def double() -> None:
         tensors.linear(x, w, None, y)
+        tensors.linear(x, w, bias, y)  # products with a bias have a workspace of their own
         card.drv.memcpy_dtod_async(x.data_ptr(), y.data_ptr(), x.nbytes, card.compute)
 
     with tensors.streaming():

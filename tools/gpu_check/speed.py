@@ -8,7 +8,8 @@ from torch import Tensor
 from gpu_worker.device.cuda import Card
 from gpu_worker.device.ops import Ops
 from gpu_worker.device.torch_on_card import TorchOnCard
-from gpu_worker.model.card_program import EXACT_ROWS
+from gpu_worker.model.card_program import EXACT_ROWS, SPLIT
+from gpu_worker.model.card_program import splits as splits_of
 from tools.gpu_check.figures import Figure, held, rate, seconds_of
 from wire.model_spec import ModelSpec, tensor_shapes
 
@@ -55,6 +56,10 @@ def floors(card: Card, on_card: TorchOnCard, spec: ModelSpec, sequences: int, ce
     for name, layers in (("by layer", 1), ("by block", spec.kv_layers)):
         nbytes, seconds = _attention(Scene(card, on_card), spec, sequences, cells, layers)
         yield rate(f"attention, cells {name}", nbytes, seconds, floor)
+    for splits in (1, max(1, cells // SPLIT)):
+        nbytes, seconds = _attention(Scene(card, on_card), spec, 4, cells, spec.kv_layers, splits=splits)
+        yield rate(f"attention of 4 sequences, {splits} blocks a row", nbytes, seconds)
+    yield from _prompt(card, on_card, spec, cells)
     scene, rows, hidden = Scene(card, on_card), 64 * sequences, spec.hidden
     x, y, w = scene.room(4 * rows * hidden), scene.room(2 * rows * hidden), scene.put(torch.ones(hidden))
     added = scene.room(2 * rows * hidden)
@@ -80,23 +85,44 @@ def floors(card: Card, on_card: TorchOnCard, spec: ModelSpec, sequences: int, ce
     yield rate("checksum of an image", parts * part, seconds, floor)
 
 
-def _attention(scene: Scene, spec: ModelSpec, sequences: int, cells: int, layers: int) -> tuple[int, float]:
-    """(bytes of cells read, seconds) of one row each in a pool of `layers` layers a block, its blocks scattered."""
+def _prompt(card: Card, on_card: TorchOnCard, spec: ModelSpec, cells: int) -> Iterator[Figure]:
+    """Attention of a prompt's last rows, in operations a second, beside those of a large matrix product."""
+    size, rows = 128 * (1 + cells // 128), min(512, cells)
+    a, b = (on_card.upload(torch.randn(size, size).bfloat16()) for _ in range(2))
+    out = on_card.upload(torch.zeros(size, size, dtype=torch.bfloat16))
+    with on_card.streaming():
+        seconds = seconds_of(lambda: on_card.linear(a, b, None, out), card.compute.synchronize, 5)
+    product = 2 * size**3 / seconds
+    yield Figure("matrix product, bf16", f"{product / 1e12:.1f} TFLOP/s", data=product / 1e12)
+    _, seconds = _attention(Scene(card, on_card), spec, 1, cells, spec.kv_layers, rows=rows)
+    found = 4 * rows * (cells - rows / 2) * spec.num_heads * spec.head_dim / seconds
+    text = f"{found / 1e12:.1f} TFLOP/s, {found / product:.0%} of the product's"
+    yield Figure(f"attention of {rows} rows of a prompt", text, data=found / 1e12)
+
+
+def _attention(
+    scene: Scene, spec: ModelSpec, sequences: int, cells: int, layers: int, splits: int = 0, rows: int = 1
+) -> tuple[int, float]:
+    """(bytes of cells read, seconds) of the last `rows` rows of each in a pool of `layers` layers a block, its blocks scattered.
+    `splits` 0: as the worker would choose."""
     dim, kv_heads, heads = spec.head_dim, spec.num_kv_heads, spec.num_heads
     blocks, layer_bytes = cells // 16, 2 * kv_heads * 16 * dim * 2
     count = sequences * blocks
     generator = torch.Generator().manual_seed(1)
     tables = torch.randperm(count, generator=generator).to(torch.int32)
+    together = min(rows, 16 * kv_heads // heads)  # rows of a tile
+    tiles = sequences * rows // together
+    first = torch.arange(0, sequences * rows, together, dtype=torch.int32)
     each = torch.arange(sequences, dtype=torch.int32)
-    in_order, ones = scene.put(each), scene.put(torch.ones_like(each))
-    positions = scene.put(torch.full_like(each, cells - 1))
-    splits = cells // 256 if sequences * kv_heads < 264 else 1
-    parts = sequences * kv_heads * splits * 16
+    positions = torch.arange(cells - rows, cells, dtype=torch.int32).repeat(sequences)
+    splits = splits or splits_of(spec, tiles, cells)
+    parts = tiles * kv_heads * splits * 16
     seconds = scene.seconds(
-        f"attend_d{dim}", (sequences, kv_heads, splits), scene.room(2 * sequences * heads * dim),
-        scene.room(2 * sequences * heads * dim), scene.room(count * layers * layer_bytes), layers * layer_bytes, 0, 0,
-        in_order, ones, positions, in_order, in_order, scene.put(tables), blocks, heads, kv_heads, layers // 2, 0, dim**-0.5,
-        scene.room(4 * parts * dim), scene.room(8 * parts), scene.room(4 * sequences * kv_heads),
+        f"attend_d{dim}", (tiles, kv_heads, splits), scene.room(2 * sequences * rows * heads * dim),
+        scene.room(2 * sequences * rows * heads * dim), scene.room(count * layers * layer_bytes), layers * layer_bytes, 0, 0,
+        scene.put(first), scene.put(torch.full_like(first, together)), scene.put(positions),
+        scene.put(each.repeat_interleave(rows)), scene.put(each), scene.put(tables), blocks, heads, kv_heads, layers // 2, 0,
+        dim**-0.5, scene.room(4 * parts * dim), scene.room(8 * parts), scene.room(4 * tiles * kv_heads),
     )  # fmt: skip
     return count * layer_bytes, seconds
 
