@@ -45,7 +45,7 @@ class Size(msgspec.Struct, frozen=True):
 
 
 FULL = Size(qwen35_4b(), 60.0, (8192, 16384), 2000, 2000, 8192, 32, 400)
-SMALL = Size(tiny(), 8.0, (256,), 60, 60, 256, 4, 12)
+SMALL = Size(tiny(), 8.0, (256,), 40, 100, 256, 4, 12)
 
 
 def kernels_on_card(size: Size) -> Iterator[Figure]:
