@@ -158,6 +158,19 @@ def test_graphs_that_are_not_used_are_given_back():
     assert card.graphs_open == 0
 
 
+def test_bans_end_and_may_begin_again():
+    """As `min_tokens` does it for the end tokens. The stand-in looks at what the card would read of them."""
+    bench, plain_bench = CardBench(HashModel()), Bench(HashModel())
+    texts = [[7, 0, 9]], [[7, 0, 9]]
+    sampling = Sampling(temperature=0)
+    for banned in ((3, 5), (3, 5), (), (), (4,), ()):
+        for one, (text,) in zip((bench, plain_bench), texts, strict=True):
+            start = len(text) - 1 if len(text) > 3 else 0
+            (result,) = one.step(one.row(0, text, start, sampling=sampling, banned=banned))
+            text += result.tokens
+    assert texts[0] == texts[1]
+
+
 # seats ----------------------------------------------------------------------------------------------------------------
 class Tables:
     def __init__(self, count: int) -> None:
