@@ -53,10 +53,17 @@ def main(config: Config) -> int:
     try:
         return _serve(config, name, files, card)
     except BaseException as error:
-        traceback.clear_frames(error.__traceback__)  # what they hold of the card must go before the card does
+        _let_go(error)
         raise
     finally:
         card.close()
+
+
+def _let_go(error: BaseException | None) -> None:
+    """What frames hold of a card must go before the card does: those of an error, and of the errors it came from."""
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__context__
 
 
 def _serve(config: Config, name: str, files: ModelFiles, card: OpenCard | None) -> int:

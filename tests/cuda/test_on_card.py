@@ -1,6 +1,9 @@
 """What is settled on a card before its worker serves: which card, what fits, what is proven."""
 
 import logging
+import os
+import subprocess
+import sys
 
 import pytest
 
@@ -9,7 +12,7 @@ from gpu_worker.device import proven
 from gpu_worker.device.proven import Proof
 from gpu_worker.model import exactness
 from gpu_worker.on_card import OpenCard, card_of, engine_on, place_of
-from tests.cuda.fake import environ
+from tests.cuda.fake import build, environ
 from wire.config import Config, ConfigError
 from wire.model_files import find_model
 
@@ -76,6 +79,19 @@ def test_memory_that_runs_out_is_one_line(card):
     environ.configure(mode="eager", card_bytes=10 * MIB)
     with pytest.raises(ConfigError, match="^--device cuda:0 with --gpu-memory 1: its memory ran out with . MiB left"):
         engine(card, gpu_memory=1.0)
+
+
+def test_a_worker_whose_memory_runs_out_says_so_and_leaves_nothing_on_the_card(tmp_path, fake_driver):
+    (counters := tmp_path / "counters").mkdir()
+    settings = {"MODEL": "bard", "DEVICE": "cuda:0", "GPU_MEMORY": "1", "SLOTS": "4", "EXACT": "off", "RUN_DIR": str(tmp_path)}
+    there = environ.variables("eager", card_bytes=10 * MIB, counters=counters)
+    there |= {f"PARKADE_{name}": value for name, value in settings.items()}
+    done = subprocess.run(
+        [sys.executable, "-m", "gpu_worker"], cwd=build.ROOT, env=os.environ | there, capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 78 and "its memory ran out" in done.stderr and done.stderr.count("\n") == 1, done.stderr
+    (found,) = environ.counters_of(counters).values()
+    assert not environ.complaints(found)
 
 
 def test_a_pool_takes_what_is_left(card, caplog):
