@@ -5,6 +5,7 @@ graph. Log probabilities are computed from downloaded logits by the functions th
 """
 
 from collections import OrderedDict
+from collections.abc import Callable
 from collections.abc import Sequence as Rows
 from typing import Protocol
 
@@ -133,11 +134,9 @@ class CardRunner:
 
 
 def _judged(drawn: list[int]) -> tuple[list[int], str]:
-    """The tokens of a row and the line of its error, from its first draw and those behind accepted drafts. A draw that fails
-    behind an accepted draft is left to a step of its own: what came before it may end the text."""
-    if drawn[0] < 0:
-        return [], failure(drawn[0])
-    return (drawn[:-1] if drawn[-1] < 0 else drawn), ""
+    """The tokens of a row and the line of its error, from its first draw and those behind accepted drafts. Only the first may
+    have failed: `accept` in cuda/sample.cu leaves one behind an accepted draft to a step of its own."""
+    return ([], failure(drawn[0])) if drawn[0] < 0 else (drawn, "")
 
 
 class Graphs:
@@ -152,7 +151,7 @@ class Graphs:
     def __len__(self) -> int:
         return len(self._graphs)
 
-    def run(self, shape: Shape, enqueue) -> None:
+    def run(self, shape: Shape, enqueue: Callable[[Shape], None]) -> None:
         """Enqueue what `enqueue(shape)` does, which must depend on the shape only. Nothing of a graph may be under way."""
         graph = self._graphs.get(shape)
         if graph is not None:
@@ -171,7 +170,7 @@ class Graphs:
         while self._graphs:
             self._graphs.popitem()[1].close()
 
-    def _captured(self, shape: Shape, enqueue) -> Graph:
+    def _captured(self, shape: Shape, enqueue: Callable[[Shape], None]) -> Graph:
         with self._card.capture() as graphs:
             enqueue(shape)
         return graphs[0]

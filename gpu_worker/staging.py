@@ -55,7 +55,7 @@ class Seat:
 class Seats:
     """Which row of the block tables each sequence has. Only what has come since the last step is uploaded.
 
-    A sequence's list of blocks grows at its end while it is the same list; a shorter one or another list is read anew.
+    A sequence's list of blocks changes at its end only while it is the same list; another list is read anew.
     """
 
     def __init__(self, count: int, tables: np.ndarray, upload: Callable[[int, int, int], None]) -> None:
