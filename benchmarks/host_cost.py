@@ -58,9 +58,9 @@ class Bench:
         self.runner.step(Plan([], rows, 1))
 
 
-def make(opened: OpenCard, sequences: int) -> Bench:
+def make(opened: OpenCard, sequences: int, layers: int = LAYERS) -> Bench:
     """As a worker makes it. Sequence i has state slot i and blocks of its own."""
-    card, on_card, spec = opened.card, opened.on_card, spec_of()
+    card, on_card, spec = opened.card, opened.on_card, spec_of(layers)
     for name in ("zeros", "upload"):  # tensors of the fake card look at each use of them, which is none of our cost
         setattr(on_card, name, plain(getattr(type(on_card), name), on_card))
     limits = Limits(256, sequences, 2, sequences, CONTEXT // 16)
@@ -84,11 +84,12 @@ def plain(make: Callable[..., Tensor], on_card: TorchOnCard) -> Callable[..., Te
     return lambda *arguments: make(on_card, *arguments).as_subclass(Tensor)
 
 
-def spec_of() -> ModelSpec:
+def spec_of(layers: int) -> ModelSpec:
+    """Every fourth layer has attention."""
     spec = tiny(CONTEXT)
     assert spec.delta is not None
-    layers = tuple(i for i in range(LAYERS) if i % 4 != 3)
-    return structs.replace(spec, num_layers=LAYERS, delta=structs.replace(spec.delta, layers=layers))
+    recurrent = tuple(i for i in range(layers) if i % 4 != 3)
+    return structs.replace(spec, num_layers=layers, delta=structs.replace(spec.delta, layers=recurrent))
 
 
 def silence(bench: Bench) -> None:
