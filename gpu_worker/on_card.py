@@ -28,6 +28,7 @@ from wire.model_files import ModelFiles
 from wire.model_spec import ModelSpec, tensor_shapes
 
 BLOCK_SIZE = 16
+OLDEST = 80  # compute capability 8.0: asynchronous copies and bf16 on tensor cores
 MOST_BLOCKS = 1 << 21  # of a pool that takes all there is: each block has a place in the scheduler's lists
 
 log = logging.getLogger("parkade")
@@ -60,7 +61,17 @@ def open_card(index: int) -> OpenCard:
     """ConfigError, in one line, if that cannot be."""
     prepare(index)
     card = Card(index)
-    return OpenCard(card, TorchOnCard(card), card.memory()[0])
+    try:
+        if card.architecture < OLDEST:
+            found, needed = (f"{one / 10:.1f}" for one in (card.architecture, OLDEST))
+            raise ConfigError(
+                f"--device cuda:{index}: the kernels need a card of compute capability {needed}, a {card.name} has {found}; "
+                "or choose --device cpu"
+            )
+        return OpenCard(card, TorchOnCard(card), card.memory()[0])
+    except BaseException:
+        card.close()
+        raise
 
 
 def card_of(device: str) -> OpenCard | None:

@@ -132,8 +132,8 @@ class CardCopies:
 
     def close(self) -> None:
         """Wait for everything under way and give back what is owned. Generators that are not at their end must not go on."""
+        self._card.synchronize()
         for batch in self._under_way:
-            batch.event.synchronize()
             batch.arena.free(batch.slabs)
         self._under_way.clear()
         self._idle.clear()

@@ -33,6 +33,7 @@ class TorchOnCard:
         self.device = torch.device("cuda", card.index)
         self._stream = torch.cuda.ExternalStream(card.compute.handle, device=self.device)
         torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
+        self._make_workspace()
 
     def zeros(self, nbytes: int) -> Tensor:
         """Allocate of `device/memory.py`: uint8 [nbytes] on the card, zeroed when this returns."""
@@ -59,13 +60,21 @@ class TorchOnCard:
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
         """Enqueue out = x W^T + b on the compute stream. x bf16 [M, K], weight bf16 [N, K], bias bf16 [N] (only with a bf16
-        out), out bf16 or float32 [M, N]. Sums are float32. It allocates nothing, so a graph may hold it."""
+        out), out bf16 or float32 [M, N]. Sums are float32. It allocates nothing, so a graph may hold it: torch has one workspace
+        for all products of a stream, unless TORCH_CUBLASLT_UNIFIED_WORKSPACE=0 asks for another one."""
         if bias is not None:
             torch.addmm(bias, x, weight.t(), out=out)
         elif out.dtype == torch.float32:
             torch.mm(x, weight.t(), out_dtype=torch.float32, out=out)
         else:
             torch.mm(x, weight.t(), out=out)
+
+    def _make_workspace(self) -> None:
+        """With the first product: before anybody asks how much memory is free, and outside of graphs."""
+        tile = torch.zeros(16, 16, dtype=torch.bfloat16, device=self.device)
+        with self.streaming():
+            self.linear(tile, tile, None, torch.empty_like(tile))
+        torch.cuda.synchronize(self.device)
 
     def _there(self, tensor: Tensor) -> Tensor:
         torch.cuda.synchronize(self.device)

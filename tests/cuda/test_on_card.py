@@ -50,6 +50,17 @@ def test_auto_is_the_cpu_where_there_is_no_card_and_says_why(fake_driver, caplog
     assert line.startswith("computing on the CPU: ") and "--device" not in line
 
 
+def test_auto_is_the_cpu_where_the_card_is_too_old(fake_driver, caplog, monkeypatch):
+    monkeypatch.setattr(on_card, "OLDEST", 100)
+    environ.configure(cards=1)
+    before = environ.counters()
+    with caplog.at_level(logging.INFO, "parkade"):
+        assert card_of("auto") is None
+    assert caplog.messages == ["computing on the CPU: the kernels need a card of compute capability 10.0, a fake card 0 has 9.0"]
+    assert not environ.complaints(environ.counters(), before)
+    environ.configure(cards=0)
+
+
 def test_auto_is_the_first_card(fake_driver):
     environ.configure(cards=2)
     found = card_of("auto")
