@@ -210,7 +210,7 @@ def _of_decodes(count: int, depth: int, longest: int, limits: Limits, cut: Cut) 
     return Shape(rows, sequences, tiles, rows, rows, depth, cut.splits(tiles, longest))
 
 
-_STEPS = sorted(n << k for k in range(12) for n in (1, 3))  # up to 6144
+_STEPS = sorted(n << k for k in range(16) for n in (1, 3))  # up to 98304, more than a step can have of anything
 
 
 def round_up(count: int, most: int) -> int:

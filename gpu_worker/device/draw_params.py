@@ -33,7 +33,7 @@ _LISTS = struct.Struct("@4P3i")
 _LISTS_AT = 16  # where `seen` lies
 DRAW_BYTES = _FORMAT.size
 
-Allocate = Callable[[int], tuple[np.ndarray, int]]  # ints wanted -> page-locked int32 array, address of its twin on the card
+MakeRoom = Callable[[int], tuple[np.ndarray, int]]  # ints wanted -> page-locked int32 array, address of its twin on the card
 
 
 def pack(sampling: Sampling) -> bytes:
@@ -64,9 +64,8 @@ class DrawRecord:
         self.bias[:, 1] = np.array(list(s.logit_bias.values()), np.float32).view(np.int32)
         self._prompt_len = prompt_len
         self._counts = bool(s.repetition_penalty != 1 or s.presence_penalty or s.frequency_penalty)
-        self._counted = (
-            0 if s.repetition_penalty != 1 else prompt_len
-        )  # tokens before this index are in `_seen`, or do not matter
+        # tokens before this index are in `_seen`, or do not matter
+        self._counted = 0 if s.repetition_penalty != 1 else prompt_len
         self._place: dict[int, int] = {}  # of each token in `_seen`
         self._seen = np.zeros((64, 2), np.int32)
 
@@ -91,11 +90,11 @@ class DrawRecord:
 class DrawTable:
     """The records and lists of a step in page-locked memory: `clear`, `put` each sequence, `place`, upload both."""
 
-    def __init__(self, records: np.ndarray, allocate: Allocate) -> None:
-        """`records`: uint8 [sequences, DRAW_BYTES]. `allocate` is called when nothing that uses the old lists is under way."""
+    def __init__(self, records: np.ndarray, make_room: MakeRoom) -> None:
+        """`records`: uint8 [sequences, DRAW_BYTES]. `make_room` is called when nothing that uses the old lists is under way."""
         self.records = records
         self._bytes = memoryview(records.reshape(-1))
-        self._allocate = allocate
+        self._make_room = make_room
         self._host, self._address = np.zeros(0, np.int32), 0
         self._waiting: list[tuple[int, int, tuple[np.ndarray, ...]]] = []
 
@@ -116,7 +115,7 @@ class DrawTable:
         """Writes all lists one behind another: (what of them is to be uploaded, to which address)."""
         wanted = sum(len(part) for _, _, lists in self._waiting for part in lists)
         if wanted > len(self._host):
-            self._host, self._address = self._allocate(max(wanted, 2 * len(self._host)))
+            self._host, self._address = self._make_room(max(wanted, 2 * len(self._host)))
         used = 0
         for index, scratch, lists in self._waiting:
             addresses = []

@@ -11,7 +11,6 @@ import hashlib
 import importlib.util
 import logging
 import os
-import tempfile
 from collections.abc import Iterator
 from ctypes import byref, c_char_p, c_int, c_size_t, c_void_p
 from pathlib import Path
@@ -159,6 +158,9 @@ def _text(library: ctypes.CDLL, status: int) -> str:
 def _write(path: Path, image: bytes) -> None:
     """Whole or not at all, whoever else does the same."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile(dir=path.parent, prefix=path.name, delete=False) as partial:
-        partial.write(image)
-    os.replace(partial.name, path)
+    partial = path.with_name(f"{path.name}.{os.getpid()}")
+    try:
+        partial.write_bytes(image)
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)

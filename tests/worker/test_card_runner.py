@@ -133,6 +133,7 @@ def test_a_step_of_decodes_is_rounded_up_and_the_rest_is_padding():
 
 
 def test_sizes_are_rounded_up():
+    assert round_up(65536, 65536) == 65536  # the greatest --step-tokens
     assert [round_up(n, 100) for n in (1, 2, 3, 4, 5, 7, 9, 13, 17, 25, 33, 65, 97)] == [
         *(1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 96, 100),
     ]
