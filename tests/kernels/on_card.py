@@ -5,22 +5,19 @@ Whole storages travel, so a pool and a view of it stay one memory, and what a ke
 
 import atexit
 import functools
-import struct
 from collections.abc import Sequence
 
 import numpy as np
 import torch
 
-from gpu_worker.device import nvrtc
 from gpu_worker.device.cuda import Card
-from gpu_worker.device.ops import KERNELS
+from gpu_worker.device.ops import Ops
 from gpu_worker.device.torch_on_card import TorchOnCard, prepare
 
 
 def run(kernel: str, grid: Sequence[int], args: Sequence) -> None:
     """Run one of ops.KERNELS to its end, with the block and the shared memory that the product gives it."""
     card, on_card = _card()
-    entry = KERNELS[kernel]
     tensors = [torch.from_numpy(arg) if isinstance(arg, np.ndarray) else arg for arg in args]
     storages = {t.untyped_storage().data_ptr(): t.untyped_storage() for t in tensors if isinstance(t, torch.Tensor)}
     bytes_of = {at: torch.empty(0, dtype=torch.uint8).set_(storage) for at, storage in storages.items() if len(storage)}
@@ -32,9 +29,7 @@ def run(kernel: str, grid: Sequence[int], args: Sequence) -> None:
         start = arg.untyped_storage().data_ptr()
         return there[start].data_ptr() + arg.data_ptr() - start if start in there else 0
 
-    card.launch(
-        _function(kernel), (*grid, 1, 1)[:3], (entry.block, 1, 1), pack(entry.arguments, map(value, tensors)), entry.shared_bytes
-    )
+    _ops(kernel).prepare(kernel, tuple(grid), *map(value, tensors))()
     card.compute.synchronize()
     for at, data in bytes_of.items():
         data.copy_(on_card.download(there[at]))
@@ -47,30 +42,13 @@ def reachable(array: np.ndarray) -> np.ndarray:
     return there
 
 
-def pack(layout: str, values) -> bytes:
-    """As ops.py packs, but whole numbers may be given for what is a fraction."""
-    kinds = _kinds(layout)
-    return struct.pack(layout, *(float(v) if kind in "fd" else int(v) for kind, v in zip(kinds, values, strict=True)))
-
-
-def _kinds(layout: str) -> list[str]:
-    kinds, count = [], ""
-    for letter in layout:
-        if letter.isdigit():
-            count += letter
-        else:
-            kinds += [letter] * int(count or 1)
-            count = ""
-    return kinds
-
-
 @functools.cache
 def _card() -> tuple[Card, TorchOnCard]:
     prepare(0)
     card = Card(0)
 
     def close() -> None:
-        _function.cache_clear()
+        _ops.cache_clear()
         card.close()
 
     atexit.register(close)
@@ -78,6 +56,5 @@ def _card() -> tuple[Card, TorchOnCard]:
 
 
 @functools.cache
-def _function(kernel: str):
-    card, entry = _card()[0], KERNELS[kernel]
-    return card.functions(nvrtc.compiled(entry.file, card.architecture), {kernel: entry.shared_bytes})[kernel]
+def _ops(kernel: str) -> Ops:
+    return Ops(_card()[0], [kernel])
