@@ -4,9 +4,9 @@ import logging
 import sys
 
 from hostcache.budget import PAGE_BYTES
-from hostcache.memory import budget_bytes, total_bytes
 from hostcache.server import Server, listen, open_arena
 from wire.config import Config
+from wire.memory import budget_bytes, total_bytes
 from wire.service import notify, run
 from wire.sockets import hostcache_path
 

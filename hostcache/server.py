@@ -17,17 +17,19 @@ from pathlib import Path
 
 from hostcache import store
 from hostcache.budget import SLAB_BYTES, Action, Budget, Close, Punch, Send
-from hostcache.memory import RESERVE_BYTES, available_bytes
-from wire import arena
+from wire import arena, failpoints
 from wire.codec import Decoder, ProtocolError, pack
 from wire.config import ConfigError
-from wire.messages import Attach, Attached, GetBudget, Message, ToHostCache
+from wire.memory import RESERVE_BYTES, available_bytes
+from wire.messages import Attach, Attached, Commit, GetBudget, Granted, Message, Release, Reserve, ToHostCache
 from wire.service import notify
 from wire.sockets import MAX_IPC_PATH_CHARS
 
 MAX_PEERS = 256
 MAX_OUTBOX = 1024  # messages for a peer that does not read, beside what its socket holds; then it is cut off
 MAX_TURN = 1024  # datagrams read from one peer in a turn: more than its socket holds
+
+_FAILPOINTS: dict[type[Message], str] = {Reserve: "reserve", Commit: "commit", Release: "release", Granted: "grant"}
 
 log = logging.getLogger("parkade")
 
@@ -179,6 +181,8 @@ class Server:
                 continue
             if isinstance(message, Attach):
                 peer.name = message.worker[:64]
+            if failpoints.armed:
+                self._pass(message)
             self._act(self.budget.handle(peer.number, message, time.monotonic()))
 
     def _answer(self) -> None:
@@ -215,6 +219,8 @@ class Server:
         return self.budget.slabs[slab].start, self.budget.slabs[slab].nbytes
 
     def _send(self, peer: Peer, message: Message) -> None:
+        if failpoints.armed:
+            self._pass(message)
         peer.outbox.append((pack(message), self.arena_fd if isinstance(message, Attached) else None))
         if len(peer.outbox) == 1:
             self._flush(peer)
@@ -233,6 +239,11 @@ class Server:
         events = selectors.EVENT_READ | (selectors.EVENT_WRITE if peer.outbox else 0)
         if self._selector.get_key(peer.sock).events != events:
             self._selector.modify(peer.sock, events, peer)
+
+    @staticmethod
+    def _pass(message: Message) -> None:
+        if (name := _FAILPOINTS.get(type(message))) is not None:
+            failpoints.hit(name)
 
     def _close(self, peer: Peer, reason: str) -> None:
         """The peer is gone, or is made so: everything that it had is free at once."""

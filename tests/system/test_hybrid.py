@@ -8,11 +8,11 @@ from pathlib import Path
 import psutil
 import pytest
 
-from hostcache.memory import total_bytes
 from parkade.api import ApiError
 from parkade.chat import chat
 from tests.make_models import write_hf
 from tests.system.stack import READY_TIMEOUT_S, Answer, Stack, each, prompt, stream, together
+from wire.memory import total_bytes
 
 MIB = 1 << 20
 SLOTS = 4

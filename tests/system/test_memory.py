@@ -10,9 +10,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from hostcache.memory import total_bytes
 from router.client import Client
 from tests.system.stack import READY_TIMEOUT_S, STREAM_TIMEOUT_S, Answer, Stack, each, prompt, stream, together
+from wire.memory import total_bytes
 from wire.messages import Finished, Tokens
 
 CTX = 512

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from hostcache.memory import GIB, available_bytes, budget_bytes, total_bytes
 from wire.config import ConfigError
+from wire.memory import GIB, available_bytes, budget_bytes, total_bytes
 
 
 def machine(tmp_path: Path, gib: int, cgroup: str, limits: dict[str, str]) -> tuple[Path, Path]:
