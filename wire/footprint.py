@@ -1,6 +1,6 @@
 """What a model takes in memory, by its shape alone: weights, a block of cells, a recurrent state, the image of a park. No torch.
 
-The worker's own functions (`block_bytes`, `state_bytes`, `Layout`) must give the same; `tests/wire/test_footprint.py` compares them.
+The worker's own functions must give the same (`block_bytes`, `state_bytes`, `Layout`): tests/wire/test_footprint.py.
 """
 
 from math import prod

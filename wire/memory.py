@@ -1,4 +1,4 @@
-"""How much memory there is for the budget: of the machine and of the control group, version 1 or 2. For the host cache and `parkade plan`."""
+"""How much memory there is for the budget: of the machine and of the control group, version 1 or 2."""
 
 from pathlib import Path
 
