@@ -5,6 +5,7 @@ of the next norm. Sizes in comments: R rows, S sequences, N draws, H hidden.
 """
 
 from functools import partial
+from math import prod
 
 import torch
 from torch import Tensor
@@ -38,9 +39,8 @@ def kernel_names(spec: ModelSpec) -> list[str]:
 
 def splits(spec: ModelSpec, tiles: int, longest: int) -> int:
     """Shape.splits for a step whose longest sequence has `longest` cells: a power of two, or 1 where the card is busy anyway."""
-    covering = 1 << (-(-longest // SPLIT) - 1).bit_length()
-    blocks = tiles * spec.num_kv_heads
-    return covering if blocks < BUSY and blocks * covering <= PARTIALS else 1
+    parts, blocks = _covering(longest), tiles * spec.num_kv_heads
+    return parts if blocks < BUSY and blocks * parts <= PARTIALS else 1
 
 
 class Workspace:
@@ -48,15 +48,13 @@ class Workspace:
 
     def __init__(self, spec: ModelSpec, weights: CardWeights, limits: Limits, on_card: TorchOnCard) -> None:
         def make(dtype: torch.dtype, *shape: int) -> Tensor:
-            count = 1
-            for size in shape:
-                count *= size
+            count = prod(shape)
             return on_card.zeros(max(count, 1) * dtype.itemsize).view(dtype)[:count].view(*shape)
 
         rows, draws = _padded(limits.rows), _padded(limits.draws)
         bf16, f32 = torch.bfloat16, torch.float32
         mlps = [layer.mlp for layer in weights.layers] + ([weights.mtp.layer.mlp] if weights.mtp else [])
-        products = [p for layer in weights.layers for p in (layer.qkv if isinstance(layer, CardAttention) else layer.mixed,)]
+        products = [layer.qkv if isinstance(layer, CardAttention) else layer.mixed for layer in weights.layers]
         products += [mlp.gate_up for mlp in mlps] + ([weights.mtp.layer.qkv] if weights.mtp else [])
         wide = max(len(product.weight) for product in products)
         inner = [spec.num_heads * spec.head_dim, *(mlp.down.weight.shape[1] for mlp in mlps)]
@@ -78,8 +76,7 @@ class Workspace:
             self.before = make(f32, _padded(limits.sequences), spec.hidden)
         self.logits = make(f32, draws, spec.vocab)
         self.changed = make(f32, draws, spec.vocab)
-        longest = limits.table_stride * 16
-        partials = min(PARTIALS, min(BUSY, limits.rows * spec.num_kv_heads) << (-(-longest // SPLIT) - 1).bit_length())
+        partials = min(PARTIALS, min(BUSY, limits.rows * spec.num_kv_heads) * _covering(limits.table_stride * 16))
         self.part_o = make(f32, partials, TILE, spec.head_dim)
         self.part_ml = make(f32, partials, TILE, 2)
         self.done = make(torch.int32, limits.rows, spec.num_kv_heads)  # zero before and after every launch
@@ -353,6 +350,11 @@ class Program:
 
 
 _STATE_PARTS = ("state", "log_k", "log_d", "log_g", "conv")
+
+
+def _covering(longest: int) -> int:
+    """The least power of two of splits that hold `longest` cells."""
+    return 1 << (-(-longest // SPLIT) - 1).bit_length()
 
 
 def _padded(rows: int) -> int:
