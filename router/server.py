@@ -19,7 +19,7 @@ from router.status import status_of
 from wire import sockets
 from wire.codec import Decoder, ProtocolError, pack
 from wire.messages import ClientToRouter, GetStatus, Rejected, WorkerToRouter
-from wire.service import log, notify
+from wire.service import log, notify, passed_sockets
 
 TICK_S = 0.05
 RETRY_S = 0.01  # while some peer is full
@@ -51,8 +51,11 @@ class Server:
     def open(self) -> None:
         """Bind the sockets. zmq.ZMQError or ValueError if the run directory does not do."""
         context = zmq.Context.instance()
-        self._clients = sockets.router_socket(context, sockets.client_address(self._run_dir))
-        self._workers = sockets.router_socket(context, sockets.worker_address(self._run_dir))
+        self._passed = {f"ipc://{passed.getsockname()}": passed.detach() for passed in passed_sockets()}
+        self._clients, self._workers = (
+            sockets.router_socket(context, address, self._passed.get(address))
+            for address in (sockets.client_address(self._run_dir), sockets.worker_address(self._run_dir))
+        )
         self._monitors = [socket.get_monitor_socket(zmq.EVENT_DISCONNECTED) for socket in (self._clients, self._workers)]
         self._to_clients, self._to_workers = Outlet(self._clients), Outlet(self._workers)
 
@@ -106,7 +109,8 @@ class Server:
             socket.disable_monitor()  # first: the I/O thread would wait for ever to tell a closed monitor
             monitor.close(linger=0)
             socket.close()  # lingers for what was sent last
-            (self._run_dir / name).unlink(missing_ok=True)
+            if not self._passed:  # else they are systemd's, and the next life's
+                (self._run_dir / name).unlink(missing_ok=True)
 
     # in ---------------------------------------------------------------------------------------------------------------
     def _turn_soon(self) -> None:

@@ -128,6 +128,25 @@ def flush_log() -> None:
 
 
 # systemd --------------------------------------------------------------------------------------------------------------
+FIRST_FD = 3  # of those that systemd passes (sd_listen_fds)
+
+
+def passed_sockets() -> list[socket.socket]:
+    """The listening sockets that systemd made for this process, none where it is not started by a socket unit."""
+    if os.environ.get("LISTEN_PID") != str(os.getpid()):
+        return []
+    found = [socket.socket(fileno=fd) for fd in range(FIRST_FD, FIRST_FD + int(os.environ.get("LISTEN_FDS", "0")))]
+    for passed in found:
+        passed.set_inheritable(False)
+    return found
+
+
+def watchdog_s() -> float | None:
+    """How often systemd wants WATCHDOG=1 at least, with room to spare; None: it does not watch."""
+    usec = int(os.environ.get("WATCHDOG_USEC", "0"))
+    return usec / 3e6 if usec else None
+
+
 def notify(state: str) -> None:
     """Tell systemd, e.g. READY=1, STATUS=loading, WATCHDOG=1; nothing happens where no systemd listens."""
     address = os.environ.get("NOTIFY_SOCKET")

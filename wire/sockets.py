@@ -25,8 +25,9 @@ def hostcache_path(run_dir: str | Path) -> str:
     return f"{run_dir}/hostcache.sock"
 
 
-def router_socket(context: zmq.Context, address: str) -> zmq.Socket:
-    """A bound ROUTER: unknown or full peers are errors (EHOSTUNREACH, EAGAIN), never silent drops."""
+def router_socket(context: zmq.Context, address: str, fd: int | None = None) -> zmq.Socket:
+    """A bound ROUTER: unknown or full peers are errors (EHOSTUNREACH, EAGAIN), never silent drops. `fd`: a descriptor that
+    listens at this address already; it is the socket's from now on."""
     path = address.removeprefix("ipc://")
     if len(path) > MAX_IPC_PATH_CHARS:
         raise ValueError(f"--run-dir: the socket's path has {len(path)} characters, the limit is {MAX_IPC_PATH_CHARS}: {path}")
@@ -34,6 +35,8 @@ def router_socket(context: zmq.Context, address: str) -> zmq.Socket:
     _options(socket)
     socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
     socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
+    if fd is not None:
+        socket.setsockopt(zmq.USE_FD, fd)
     socket.bind(address)
     return socket
 

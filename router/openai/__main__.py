@@ -16,7 +16,7 @@ from router.openai.serving import Serving, read_api_keys
 from router.openai.text import Text, TextError
 from wire.config import Config, ConfigError
 from wire.model_files import ModelError, ModelFiles, find_model
-from wire.service import log, notify, run
+from wire.service import log, notify, passed_sockets, run, watchdog_s
 from wire.sockets import client_address
 
 BACKLOG = 1024
@@ -32,9 +32,20 @@ def main(config: Config) -> int:
     except (ModelError, TextError) as error:
         raise ConfigError(str(error)) from None
     keys = read_api_keys(config.api_key_file)
-    with listen(config.host, config.port) as listener, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(serve(config, files, text, keys, listener))
+    with contextlib.ExitStack() as stack:
+        listeners = [stack.enter_context(one) for one in map(taken_over, passed_sockets())]
+        listeners = listeners or [stack.enter_context(listen(config.host, config.port))]
+        runner = stack.enter_context(asyncio.Runner(loop_factory=uvloop.new_event_loop))
+        runner.run(serve(config, files, text, keys, listeners))
     return 0
+
+
+def taken_over(listener: socket.socket) -> socket.socket:
+    """A socket that systemd listens on, with the options that `listen` sets; --host and --port do not count then."""
+    if listener.family != socket.AF_UNIX and hasattr(socket, "TCP_NOTSENT_LOWAT"):
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, UNSENT_BYTES)
+    listener.setblocking(False)
+    return listener
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -57,7 +68,7 @@ def listen(host: str, port: int) -> socket.socket:
     return listener
 
 
-async def serve(config: Config, files: ModelFiles, text: Text, keys: tuple[bytes, ...], listener: socket.socket) -> None:
+async def serve(config: Config, files: ModelFiles, text: Text, keys: tuple[bytes, ...], listeners: list[socket.socket]) -> None:
     """Answer until SIGTERM or SIGINT and for `drain_s` after it; a second signal ends at once."""
     async with Client(client_address(config.run_dir)) as client:
         serving = Serving(client, files, text, config, keys)
@@ -69,15 +80,24 @@ async def serve(config: Config, files: ModelFiles, text: Text, keys: tuple[bytes
 
         for number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(number, told)
-        running = asyncio.ensure_future(server.serve([listener]))
+        running = asyncio.ensure_future(server.serve(listeners))
         stopping = asyncio.ensure_future(_drain(serving, server, stop, hurry, config.drain_s))
-        host, port = listener.getsockname()[:2]
-        log.info("model %s, listening on %s port %d", files.name, host, port)
+        for listener in listeners:
+            log.info("model %s, listening on %s port %d", files.name, *listener.getsockname()[:2])
         notify("READY=1\nSTATUS=serving")
+        alive = asyncio.ensure_future(feed_watchdog(watchdog_s()))
         try:
             await running
         finally:
             stopping.cancel()
+            alive.cancel()
+
+
+async def feed_watchdog(every_s: float | None) -> None:
+    """Tell systemd that this loop turns, for as long as it does."""
+    while every_s:
+        notify("WATCHDOG=1")
+        await asyncio.sleep(every_s)
 
 
 class Server(uvicorn.Server):
