@@ -56,8 +56,8 @@ def value_bytes(dtype: str) -> int:
 
 
 def file_bytes(files: ModelFiles) -> int:
-    """Of all tensors of the model, as they lie in its files."""
-    return sum(files.tensors[name].nbytes for name in set(files.names.values()))
+    """Of all tensors of a model, as they lie in its files."""
+    return sum(tensor.nbytes for tensor in files.tensors.values())
 
 
 def matrix_bytes(spec: ModelSpec, weight_bytes: int) -> int:
