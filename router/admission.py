@@ -1,20 +1,33 @@
-"""Whether a request is accepted: sense, size, and the queue's bounds. PURE."""
+"""Whether a request is accepted: sense, size, and the bounds of its key and of the queue. PURE."""
+
+from collections.abc import Container
 
 from router.fleet import Fleet
+from router.keys import Keys
 from router.queue import Queue
 from wire.messages import Generate, Rejected
 
 MAX_QUEUED_TOKENS = 1 << 24  # of all prompts that wait
 
 
-def refusal(generate: Generate, fleet: Fleet, queue: Queue, max_queued: int, may_start: bool) -> Rejected | None:
-    """Why the request is not accepted, with the numbers, or None. `may_start`: it would not have to wait."""
+def unwanted(generate: Generate, living: Container[str], draining: bool) -> Rejected | None:
+    """Why it is not accepted, whatever it is, or None. `living`: the ids of all requests."""
+    if generate.request_id in living:
+        return Rejected(generate.request_id, "duplicate_id", "a request with this id is still alive")
+    return Rejected(generate.request_id, "draining", "the server is stopping") if draining else None
+
+
+def refusal(generate: Generate, fleet: Fleet, queue: Queue, max_queued: int, keys: Keys, may_start: bool) -> Rejected | None:
+    """Why the request is not accepted, with the numbers, or None. `may_start`: it would not have to wait for others' keys."""
     request_id, prompt_tokens = generate.request_id, len(generate.prompt_token_ids)
     if why := nonsense(generate, fleet.vocab):
         return Rejected(request_id, "bad_request", why)
     if why := too_long(prompt_tokens, fleet.context_limit()):
         numbers = {"prompt_tokens": prompt_tokens, "max_context": fleet.context_limit()}
         return Rejected(request_id, "context_length_exceeded", why, numbers)
+    may_start = may_start and keys.has_room(generate)
+    if (rejected := keys.refusal(generate, may_start)) is not None:
+        return rejected
     if may_start:
         return None
     if queue.fresh >= max_queued:

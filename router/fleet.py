@@ -201,6 +201,10 @@ class Fleet:
         """The longest context of any worker; 0 while none is known."""
         return max(self.max_context.values(), default=0)
 
+    def pool_cells(self) -> int:
+        """Of all workers that are not lost."""
+        return sum(worker.hello.pool_cells for worker in self.workers.values() if not worker.lost)
+
     def worker_of(self, request: Request) -> Worker | None:
         """The worker that has it."""
         return self.workers[request.worker] if request.worker is not None else None

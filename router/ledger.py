@@ -8,10 +8,11 @@ from collections.abc import Callable
 from msgspec.structs import replace
 
 from router.actions import Action, ToWorker
-from router.admission import refusal, too_long
+from router.admission import refusal, too_long, unwanted
 from router.delivery import Delivery
 from router.fleet import Fleet, Worker
 from router.holds import Holds
+from router.keys import NO_LIMITS, KeyLimits, Keys
 from router.queue import Queue
 from router.request import Request
 from router.totals import Totals
@@ -29,7 +30,7 @@ OfStream = messages.Tokens | messages.Notice | messages.Finished
 class Ledger:
     """One queue, one entry for each request, one exit for each: `_end`. `draw_seed` returns a random 63-bit number."""
 
-    def __init__(self, max_queued: int, draw_seed: Callable[[], int]) -> None:
+    def __init__(self, max_queued: int, draw_seed: Callable[[], int], limits: KeyLimits = NO_LIMITS) -> None:
         self.max_queued = max_queued
         self.fleet = Fleet()
         self.totals = Totals()
@@ -40,6 +41,7 @@ class Ledger:
         self._queue = Queue()
         self._delivery = Delivery(self._out)
         self._holds = Holds(self.requests, self.fleet, self._out)
+        self._keys = Keys(limits, self.requests, self.fleet, self._out)
         self._arrivals = 0
         self._drain_until = 0.0
         self._pinged_at = self._ticked_at = float("-inf")
@@ -174,12 +176,9 @@ class Ledger:
         self._dispatch(now)
 
     def _refused(self, generate: messages.Generate, now: float) -> messages.Rejected | None:
-        if generate.request_id in self.requests:
-            return messages.Rejected(generate.request_id, "duplicate_id", "a request with this id is still alive")
-        if self.draining:
-            return messages.Rejected(generate.request_id, "draining", "the server is stopping")
         may_start = not self._queue.has_before(generate.priority) and bool(self.fleet.takers(generate.priority, now))
-        return refusal(generate, self.fleet, self._queue, self.max_queued, may_start)
+        never = unwanted(generate, self.requests, self.draining)
+        return never or refusal(generate, self.fleet, self._queue, self.max_queued, self._keys, may_start)
 
     def _cancel(self, request: Request, now: float) -> None:
         """The worker's Finished ends it, so that usage is true; without a worker we end it."""
@@ -281,6 +280,7 @@ class Ledger:
     # queue ------------------------------------------------------------------------------------------------------------
     def _dispatch(self, now: float) -> None:
         """Hand out the queue, in order, as far as there are seats. Who fits nobody with a seat lets the others pass."""
+        self._keys.share()
         takers: list[Worker] = []
         rank = None
         for request in self._queue:

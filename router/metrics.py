@@ -18,7 +18,7 @@ PARKS = (
 )
 CELL_STATES = ("active", "reusable", "parking", "resuming", "free")
 FINISH_REASONS = ("stop", "length", "cancelled", "error", "client_lost")
-REJECTED_CODES = ("queue_full", "context_length_exceeded", "bad_request", "duplicate_id", "draining")
+REJECTED_CODES = ("queue_full", "key_limit", "context_length_exceeded", "bad_request", "duplicate_id", "draining")
 SENDERS = ("client", "worker")
 
 

@@ -40,6 +40,7 @@ class Request:
     park_kind: ParkKind = "pressure"
     held: bool = False  # by an explicit Park
     credit_held: bool = False  # by our own Park: the client does not read
+    share_held: bool = False  # by our own Park: its key has its share of the cells already
     cancelled: bool = False
     blocked_at: float | None = None  # since when something waits for credit
     finished: Finished | None = None  # the last word, waiting behind tokens that wait for credit
@@ -59,7 +60,7 @@ class Request:
     @property
     def is_paused(self) -> bool:
         """Nobody wants it to run now."""
-        return self.held or self.credit_held
+        return self.held or self.credit_held or self.share_held
 
     @property
     def is_suspect(self) -> bool:

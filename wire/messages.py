@@ -1,7 +1,6 @@
 """Every message that two processes exchange; one union per direction, so a decoder accepts only what its peer may say.
 
-Structs are frozen, tagged and closed (`forbid_unknown_fields`). Limits on numbers are part of the types, so a value out
-of range is refused while it is decoded. Units are in the names. Nothing here decides anything.
+Structs are frozen, tagged and closed. Limits on numbers are part of the types: what is out of range is refused in decoding.
 """
 
 from typing import Annotated, Literal
@@ -19,6 +18,7 @@ RequestId = Annotated[str, Meta(min_length=1, max_length=MAX_REQUEST_ID_CHARS)]
 TokenId = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 Count = Annotated[int, Meta(ge=0, le=2**53)]
 ParkKind = Literal["pressure", "forced", "explicit"]
+HoldReason = Literal["explicit", "credit", "share"]
 
 
 class Message(Struct, frozen=True, tag=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -121,6 +121,7 @@ class Generate(Message):
     prompt_logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
     priority: Annotated[int, Meta(ge=-MAX_PRIORITY, le=MAX_PRIORITY)] = 0  # class: a lower number is more important
     sibling_of: Annotated[str, Meta(max_length=MAX_REQUEST_ID_CHARS)] = ""  # starts once that one has computed the same prompt
+    key: Annotated[str, Meta(max_length=MAX_REQUEST_ID_CHARS)] = ""  # the name of its key, for limits; never the key itself
 
 
 class Cancel(Message):
@@ -128,11 +129,11 @@ class Cancel(Message):
 
 
 class Park(Message):
-    """Take the sequence off the device until `Resume`, or until `deadline_s` have passed: the router sees to that. A client's is
-    answered by HoldAnswer, which has its `ask`. `credit` is the router's own reason: the client does not read."""
+    """Off the device until `Resume`, or for `deadline_s`, which the router minds. A client's is answered by HoldAnswer. Our own
+    reasons: `credit`, its client does not read; `share`, its key has more than its share of the cells."""
 
     request_id: RequestId
-    reason: Literal["explicit", "credit"] = "explicit"
+    reason: HoldReason = "explicit"
     deadline_s: Annotated[float, Meta(gt=0, le=MAX_PARK_S)] = DEFAULT_PARK_S
     ask: Count = 0
 
@@ -141,7 +142,7 @@ class Resume(Message):
     """Let a sequence that was set aside come back as soon as it fits. A client's is answered by HoldAnswer."""
 
     request_id: RequestId
-    reason: Literal["explicit", "credit"] = "explicit"
+    reason: HoldReason = "explicit"
     ask: Count = 0
 
 
@@ -161,7 +162,7 @@ class Accepted(Message):
 
 
 class Rejected(Message):
-    """The request never started. `code`: queue_full, context_length_exceeded, bad_request, duplicate_id, draining."""
+    """The request never started. `code`: queue_full, key_limit, context_length_exceeded, bad_request, duplicate_id, draining."""
 
     request_id: str
     code: str
@@ -323,8 +324,7 @@ class HeldLease(Part):
 
 
 class Attach(Message):
-    """`held` names leases in the arena of that `generation`: they are taken back only where the same arena survived a restart of
-    the host cache; `Attached.kept` says which."""
+    """`held` names leases in the arena of that `generation`, if that outlived its process; `Attached.kept` says which stay."""
 
     worker: str  # name-pid-boot
     unit_bytes: Annotated[int, Meta(ge=4096, le=2**40)]  # the block's bytes rounded up to 4 KiB

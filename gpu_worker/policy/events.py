@@ -7,7 +7,7 @@ from typing import Literal
 
 from msgspec import Struct
 
-from wire.messages import Logprob, ParkKind, Sampling, Submit, Usage
+from wire.messages import HoldReason, Logprob, ParkKind, Sampling, Submit, Usage
 
 
 class Value(Struct, frozen=True, tag=True, gc=False):
@@ -26,12 +26,12 @@ class CancelRequested(Value):
 
 class ParkRequested(Value):
     request_id: str
-    reason: Literal["explicit", "credit"] = "explicit"
+    reason: HoldReason = "explicit"
 
 
 class ResumeRequested(Value):
     request_id: str
-    reason: Literal["explicit", "credit"] = "explicit"
+    reason: HoldReason = "explicit"
 
 
 class RowResult(Struct, frozen=True, gc=False):

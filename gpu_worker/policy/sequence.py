@@ -71,7 +71,7 @@ class Sequence(Struct, eq=False, gc=False):
     choice: Choice | None = None  # how its cells are kept, of the same
 
     cancelled: bool = False
-    held: set[str] = set()  # why it may not run: explicit, credit
+    held: set[str] = set()  # why it may not run: explicit, credit, share
     parks: int = 0
     pressure_parks: int = 0
     restarts: int = 0  # times that it was recomputed, or fed again for want of a result, since its newest token

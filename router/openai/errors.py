@@ -84,7 +84,7 @@ def from_rejected(code: str, message: str, numbers: Mapping[str, int]) -> ApiErr
     if told and not all(str(number) in message for number in numbers.values()):
         message = f"{message} ({told})"
     match code:
-        case "queue_full":
+        case "queue_full" | "key_limit":
             return ApiError(429, message, code=code, retry_after_s=1)
         case "context_length_exceeded":
             return invalid(message, None, code)

@@ -3,6 +3,7 @@
 from collections import defaultdict
 
 from router.actions import Action, ToClient
+from router.keys import NO_LIMITS, KeyLimits
 from router.ledger import Ledger
 from wire.messages import (
     Counters,
@@ -26,8 +27,8 @@ SEED = 42
 class Scene:
     """Drives one ledger. `said[listener]` holds what it told a client or a worker; pings and probes are left out."""
 
-    def __init__(self, max_queued: int = 100) -> None:
-        self.ledger = Ledger(max_queued, lambda: SEED)
+    def __init__(self, max_queued: int = 100, limits: KeyLimits = NO_LIMITS) -> None:
+        self.ledger = Ledger(max_queued, lambda: SEED, limits)
         self.now = 1000.0
         self.said: dict[bytes, list[Message]] = defaultdict(list)
         self.probes: dict[bytes, int] = defaultdict(int)

@@ -12,6 +12,7 @@ import pytest
 
 import router.request
 from router.actions import ToClient
+from router.keys import KeyLimits
 from router.ledger import Ledger
 from wire.codec import pack
 from wire.messages import (
@@ -187,7 +188,9 @@ class World:
     def __init__(self, seed: int) -> None:
         self.rng = random.Random(seed)
         self.now = 0.0
-        self.ledger = Ledger(self.rng.choice((5, 50)), lambda: self.rng.getrandbits(63))
+        self.keys = random.Random(f"keys {seed}")  # dice of their own
+        self.limits = KeyLimits(self.keys.choice((0, 5)), self.keys.choice((0, 200)), self.keys.choice((0, 10, 50)))
+        self.ledger = Ledger(self.rng.choice((5, 50)), lambda: self.rng.getrandbits(63), self.limits)
         self.clients: list[FakeClient] = []
         self.workers: dict[str, FakeWorker | None] = {f"cpu{i}": None for i in range(self.rng.choice((1, 2, 3)))}
         self.lives = self.requests = self.asks = 0
@@ -220,7 +223,7 @@ class World:
         sampling = Sampling(seed=self.rng.choice((None, self.requests)) or self.requests)
         generate = Generate(
             request_id, list(range(self.rng.randrange(1, 50))), max_tokens=length, sampling=sampling,
-            priority=self.rng.choice((0, 0, 0, -1, 5)),
+            priority=self.rng.choice((0, 0, 0, -1, 5)), key=self.keys.choice(("", "a", "b")),
         )  # fmt: skip
         client.asked[request_id] = generate
         client.got[request_id] = []
@@ -290,6 +293,7 @@ class World:
                     self.act(self.ledger.from_client(client.name, credit, self.now))
         self.act(self.ledger.tick(self.now))
         self.check_memory()
+        self.check_keys()
 
     # checking -------------------------------------------------------------------------------------------------------------
     def check_memory(self) -> None:
@@ -303,6 +307,16 @@ class World:
             waiting = sum(nbytes for message, nbytes in client.inbox if not isinstance(message, HoldAnswer))
             assert waiting <= len(client.asked) * (WINDOW_BYTES + MAX_STREAM_MESSAGE_BYTES)
 
+    def check_keys(self) -> None:
+        """No key has more than its limits."""
+        pool = sum(worker.hello.pool_cells for worker in self.ledger.fleet.workers.values() if not worker.lost)
+        for key in "ab":
+            own = [request for request in self.ledger.requests.values() if request.generate.key == key]
+            assert not self.limits.requests or len(own) <= self.limits.requests
+            live = [r for r in own if not r.is_paused and not r.cancelled and r.finished is None]
+            if self.limits.cells and pool and len(live) > 1:
+                assert sum(request.cells for request in live) <= pool * self.limits.cells // 100
+
     def check_end(self) -> None:
         for client in (client for client in self.clients if not client.gone):
             assert all(client.holds.values()), f"unanswered: {client.holds}"
@@ -311,7 +325,7 @@ class World:
                 assert last is not None, f"{request_id} never ended"
                 match last:
                     case Rejected(code=code):
-                        assert code == "queue_full" and not client.got[request_id]
+                        assert code in ("queue_full", "key_limit")[: 1 + bool(generate.key)] and not client.got[request_id]
                     case Finished(reason="length"):
                         assert len(client.got[request_id]) == generate.max_tokens
                     case Finished(reason="cancelled"):
