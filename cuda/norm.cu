@@ -84,11 +84,9 @@ __device__ __forceinline__ void keep_row(float* to, const bf16* from, int hidden
   }
 }
 
-// x[r] = table[tokens[r]]; grid R.
+// x[r] = table[tokens[r]], of token 0 where a draft has failed (-1): its cell is multiplied by 0 and so must be finite; grid R.
 extern "C" __global__ void __launch_bounds__(256, 4) embed(float* x, const int* tokens, const bf16* table, int hidden) {
-  const int token = tokens[blockIdx.x];
-  if (token < 0) return;
-  keep_row(x + (i64)blockIdx.x * hidden, table + (i64)token * hidden, hidden);
+  keep_row(x + (i64)blockIdx.x * hidden, table + (i64)max(tokens[blockIdx.x], 0) * hidden, hidden);
 }
 KERNEL_EXPORT(embed)
 

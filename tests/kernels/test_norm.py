@@ -26,8 +26,7 @@ def test_embed(hidden: int):
     tokens = torch.tensor([3, -1, 8, 0], dtype=torch.int32)
     x = torch.full((4, hidden), 7.0)
     run("norm", "embed", (4,), 256, [x, tokens, table, hidden])
-    assert torch.equal(x[[0, 2, 3]], table[[3, 8, 0]].float())
-    assert (x[1] == 7).all()
+    assert torch.equal(x, table[[3, 0, 8, 0]].float())
 
 
 # 17 k: more than the registers hold

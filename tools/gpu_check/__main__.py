@@ -49,9 +49,13 @@ SMALL = Size(tiny(), 8.0, (256,), 40, 100, 256, 4, 12)
 
 
 def kernels_on_card(size: Size) -> Iterator[Figure]:
-    """The kernels' own tests on the card, against the same references; then some of them under compute-sanitizer."""
+    """The kernels' own tests on the card, against the same references."""
     done = pytest_on_card([], KERNEL_TESTS if size is FULL else KERNEL_TESTS[:1], limit_s=60)
     yield held("every kernel equals its reference on the card", passed(done), _last(done))
+
+
+def sanitized() -> Iterator[Figure]:
+    """Some of these tests under compute-sanitizer."""
     tool = shutil.which("compute-sanitizer")
     if tool is None:
         yield Figure("compute-sanitizer", "is not here")
@@ -92,18 +96,19 @@ def sections(opened: OpenCard, size: Size) -> Iterator[tuple[str, Section]]:
     serve = serving.Serving(opened, size.spec, config)
     try:
         engine = cache(lambda: serve.engine(2 * size.cells + max(size.contexts) // 4))  # made within a section: it may fail
+        yield "stalls", lambda: serving.stalls(serve, engine(), size.cells, size.tokens)
+        yield "idle", lambda: serving.idle_cost(serve, engine(), size.tokens)
+        yield "floors", lambda: speed.floors(card, on_card, size.spec, size.sequences, size.cells)
         for ctx in size.contexts:
             yield (
                 f"pressure, {ctx} cells",
                 lambda ctx=ctx: serving.pressure(serve, engine(), ctx, size.seconds, size.prompt, size.answer),
             )
-        yield "stalls", lambda: serving.stalls(serve, engine(), size.cells, size.tokens)
-        yield "idle", lambda: serving.idle_cost(serve, engine(), size.tokens)
         if engine.cache_info().currsize:
             engine().close()
         engine.cache_clear()
-        yield "floors", lambda: speed.floors(card, on_card, size.spec, size.sequences, size.cells)
         yield "exactness", lambda: exactness(opened, serve, size)
+        yield "sanitizers", sanitized
     finally:
         serve.close()
 
