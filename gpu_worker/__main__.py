@@ -47,7 +47,10 @@ def main(config: Config) -> int:
     """Everything that can fail for a reason the user must change fails here, before the socket opens."""
     name = os.environ.get("PARKADE_WORKER_NAME") or next(iter(devices(config.device)))
     files = find_model(config.model)
-    card = card_of(device_of(name, config.device))
+    device = device_of(name, config.device)
+    if files.kind == "toy" and device not in ("cpu", "auto"):
+        raise ConfigError(f"--device {device}: --model {files.name} runs on the CPU only")
+    card = None if files.kind == "toy" else card_of(device)
     if card is None:
         return _serve(config, name, files, None)
     try:

@@ -28,7 +28,7 @@ from gpu_worker.policy.events import (
     Save,
     Saved,
 )
-from wire import arena, messages
+from wire import arena, failpoints, messages
 from wire.messages import Attached, Denied, Granted, HeldLease, Reclaim
 
 DEADLINE_S = 1.0  # of an ask
@@ -124,6 +124,8 @@ class Parking:
             try:
                 while copied < max_bytes and (nbytes := copy.go_on(self._clock)):
                     copied += nbytes
+                    if failpoints.armed:
+                        failpoints.hit("copy" if isinstance(copy.action, Save) else "load")
             except StopIteration as end:
                 self._copies.remove(copy)
                 events.append(self._finish(copy, end.value))
@@ -223,9 +225,13 @@ class Parking:
         image, action = copy.image, copy.action
         image.copies -= 1
         if isinstance(action, Save) and ok:
+            failpoints.hit("before_commit")
             image.committed = True
             checksum = image_checksum(image.checksums)
             self._socket.send(messages.Commit(lease=image.number, checksum=checksum, position=action.position))
+            if failpoints.armed:
+                self._socket.flush()
+                failpoints.hit("committed")
         if image.released and not image.copies:
             self._release(action.lease)
         return copy.ended(ok)
@@ -253,6 +259,7 @@ class Parking:
         waiting = self._asks.pop(ask, None)
         if waiting is not None and self._fits(waiting.message.nbytes, extents):
             offsets = [at + skip for at, nbytes in extents for skip in range(0, nbytes, self.unit_bytes)]
+            failpoints.hit("granted")
             self._last_lease += 1
             self._images[self._last_lease] = Image(number, extents, offsets)
             self._events.append(LeaseGranted(ask, self._last_lease, *self._budget(granted.used_bytes)))

@@ -15,6 +15,7 @@ from gpu_worker.model.batch import Batch
 from gpu_worker.model.load import Model
 from gpu_worker.model.sampler import Candidates, SampleRow, draft, draw, takes_best, token_logprobs
 from gpu_worker.policy.events import Plan, Row, RowResult, StepDone
+from wire import failpoints
 
 
 class Runner:
@@ -36,6 +37,8 @@ class Runner:
         batch, outs = _batch(rows, drafts, tables)
         hidden = self.model.forward(batch, self.kv)
         logits = self.model.logits(hidden) if len(hidden) else None
+        if failpoints.armed and any(drafts):
+            failpoints.hit("verify")
         results = []
         for row, drafted, out in zip(rows, drafts, outs, strict=True):
             prompt_logprobs = []

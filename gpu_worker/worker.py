@@ -9,7 +9,7 @@ from gpu_worker.engine import StepRunner
 from gpu_worker.parking import Parking
 from gpu_worker.policy import events
 from gpu_worker.policy.scheduler import Scheduler
-from wire import messages
+from wire import failpoints, messages
 from wire.codec import Decoder, ProtocolError, frames
 from wire.service import log, notify
 
@@ -72,6 +72,8 @@ class Worker:
             self._act(plan.actions, now)
             if plan.rows:
                 self.step += 1
+                if failpoints.armed:
+                    failpoints.hit("prefill" if any(row.count > 1 for row in plan.rows) else "decode")
                 started = time.monotonic()
                 done = self.runner.step(plan)
                 self._handle(replace(done, seconds=time.monotonic() - started))
@@ -112,6 +114,7 @@ class Worker:
         self._heard_at = time.monotonic()
         match message:
             case messages.Submit():
+                failpoints.hit("admit")
                 self._handle(events.Submitted(message))
             case messages.Cancel(request_id):
                 self._handle(events.CancelRequested(request_id))
@@ -143,10 +146,12 @@ class Worker:
                     reason = choice.reason if choice is not None else ""
                     self._send(messages.Notice(request_id, event, kind, mode, parked_ms, usage, reason))
                     if choice is not None:
+                        failpoints.hit("parked")
                         log.info("parked %s (%s): %s", request_id, kind, told(choice))
                     elif event == "resumed":
                         log.info("resumed %s after %d ms: %s", request_id, parked_ms, mode)
                 case events.Finish(request_id, reason, usage, error, code):
+                    failpoints.hit("finishing")
                     self._send(messages.Finished(request_id, reason, usage, error, code))
 
     def _send(self, message: messages.Message) -> None:

@@ -16,9 +16,9 @@ from router.ledger import Ledger
 from router.metrics import Metrics
 from router.outlet import Outlet
 from router.status import status_of
-from wire import sockets
+from wire import failpoints, sockets
 from wire.codec import Decoder, ProtocolError, pack
-from wire.messages import ClientToRouter, GetStatus, Rejected, WorkerToRouter
+from wire.messages import Accepted, ClientToRouter, Finished, GetStatus, Rejected, Submit, Tokens, WorkerToRouter
 from wire.service import log, notify, passed_sockets
 
 TICK_S = 0.05
@@ -29,6 +29,7 @@ BATCH = 256  # messages taken in from one socket before the other has its turn
 MAX_BAD_FRAMES = 100  # of one client, that answer to no request; from then on nothing it says is read
 MAX_QUESTIONS = 1000  # unanswered GetStatus; more are dropped, and asked again
 MAX_BAD_PEERS = 1000
+_FAILPOINTS = {Accepted: "accept", Submit: "submit", Tokens: "tokens", Finished: "finish"}
 _CLIENTS: Decoder[ClientToRouter] = Decoder(ClientToRouter)
 _WORKERS: Decoder[WorkerToRouter] = Decoder(WorkerToRouter)
 
@@ -204,6 +205,8 @@ class Server:
         while actions:
             lost_clients, lost_workers = set[bytes](), set[bytes]()
             for action in actions:
+                if failpoints.armed and not action.probe and (name := _FAILPOINTS.get(type(action.message))) is not None:
+                    failpoints.hit(name)
                 if isinstance(action, ToClient):
                     if action.client not in lost_clients and not self._to_clients.send(
                         action.client, action.payload, now, action.probe

@@ -40,6 +40,7 @@ __all__ = [
 EMBEDDED = "smollm2"
 SHIPPED = Path(__file__).parent / "models"  # a folder for each model that is in the package, and for each head
 OWN = "bard"  # a folder of its own in SHIPPED
+TOY = "toy"  # no weights: see gpu_worker/model/toy.py; with OWN's tokenizer
 # Tensors in a layer that may be there unread: they follow from the metadata, or are the head's copies of the trunk's own
 _UNREAD = ("rotary_emb.inv_freq", "attn_rot_embd.weight", "nextn.embed_tokens.weight", "nextn.shared_head_head.weight")
 _FLOATS = ("F32", "F16", "BF16")
@@ -58,7 +59,7 @@ class ModelFiles(Struct, frozen=True):
 
     name: str
     path: str
-    kind: Literal["gguf", "hf"]
+    kind: Literal["gguf", "hf", "toy"]
     spec: ModelSpec
     tensors: dict[str, TensorInfo]
     eos_token_ids: tuple[int, ...]
@@ -80,7 +81,9 @@ class ModelFiles(Struct, frozen=True):
 
 
 def find_model(name: str) -> ModelFiles:
-    """The model `name`: "smollm2", "bard", a GGUF file, or a Hugging Face folder. ModelError is one line for the user."""
+    """The model `name`: "smollm2", "bard", "toy", a GGUF file, or a Hugging Face folder. ModelError is one line for the user."""
+    if name == TOY:
+        return _toy_files()
     path, short = _place(name)
     if path.is_dir():
         files = _hf_files(short, path)
@@ -154,9 +157,18 @@ def _place(name: str) -> tuple[Path, str]:
         raise _no_such_model(name) from None
 
 
+def _toy_files() -> ModelFiles:
+    files = find_model(OWN)
+    spec = ModelSpec(
+        arch=TOY, num_layers=4, hidden=4, num_heads=2, num_kv_heads=2, head_dim=32, intermediate=2, vocab=files.spec.vocab,
+        rms_eps=1e-6, rope=RopeSpec(), tied=True, qkv_bias=False, o_bias=False, qk_norm=False, mlp_bias=False, max_context=2**20,
+    )  # fmt: skip
+    return msgspec.structs.replace(files, name=TOY, kind=TOY, spec=spec, tensors={}, head_kind="")
+
+
 def _no_such_model(name: str) -> ModelError:
     return ModelError(
-        f"model {name[:200]!r}: no such file or folder (known: {EMBEDDED}, {OWN}, a .gguf file, a Hugging Face folder)"
+        f"model {name[:200]!r}: no such file or folder (known: {EMBEDDED}, {OWN}, {TOY}, a .gguf file, a Hugging Face folder)"
     )
 
 

@@ -17,11 +17,12 @@ from gpu_worker.model.decoder import TorchModel
 from gpu_worker.model.layers import AttentionLayer, DeltaLayer, Fused, Layer, Mlp, MtpHead
 from gpu_worker.model.native_model import NativeModel, fits
 from gpu_worker.model.rope import RopeTable
+from gpu_worker.model.toy import ToyModel
 from gpu_worker.model.weights import Quantised, Weights
 from wire.model_files import ModelFiles
 from wire.model_spec import ModelSpec
 
-Model = NativeModel | TorchModel
+Model = NativeModel | TorchModel | ToyModel
 PRODUCTS = ("q", "k", "v", "o", "gate", "up", "down", "in_qkv", "in_z", "out")  # that decide whether a model is in 4 bits
 
 
@@ -40,6 +41,9 @@ def load_model(
     `threads` None: as many as there are processors for this process. `native` False: in torch even if the library is there.
     `mtp` False: without the head that drafts.
     """
+    if files.kind == "toy":
+        torch.set_num_threads(1)
+        return ToyModel(files.spec)
     threads = threads or available_processors()
     spec = files.spec if mtp else structs.replace(files.spec, mtp=None)
     weights = Weights(files)
