@@ -22,6 +22,7 @@ from wire.config import ConfigError
 _PACKAGE = Path(__file__).parent.parent
 SOURCES = installed if (installed := _PACKAGE / "cuda").is_dir() else _PACKAGE.parent / "cuda"  # or that of a checkout
 OPTIONS = ("--std=c++17",)
+_DIGEST_BYTES = 32  # behind each image that is kept
 MAJORS = (13, 12)  # versions of NVRTC that are known to compile the kernels
 
 log = logging.getLogger(__name__)
@@ -38,11 +39,13 @@ def compiled(file: str, architecture: int, sources: Path = SOURCES) -> bytes:
     key = hashlib.sha256("\0".join(parts).encode()).hexdigest()
     cached = cache_folder() / f"{Path(file).stem}-{key[:32]}.cubin"
     with contextlib.suppress(OSError):
-        return cached.read_bytes()
+        if (image := _intact(cached.read_bytes())) is not None:
+            return image
+        log.warning("%s is damaged", cached)
     log.info("compiling %s for sm_%d", file, architecture)
     image = _compile(library, file, source, headers, options)
     try:
-        _write(cached, image)
+        _write(cached, image + _digest(image))
     except OSError as error:
         log.warning("compiled kernels are not kept: %s", error)
     return image
@@ -153,6 +156,16 @@ def _check(library: ctypes.CDLL, status: int) -> None:
 
 def _text(library: ctypes.CDLL, status: int) -> str:
     return library.nvrtcGetErrorString(status).decode()
+
+
+def _intact(kept: bytes) -> bytes | None:
+    """The image of what is kept: the driver would refuse one that a full disk or a lost write has cut, at every start."""
+    image = kept[:-_DIGEST_BYTES]
+    return image if image and kept[-_DIGEST_BYTES:] == _digest(image) else None
+
+
+def _digest(image: bytes) -> bytes:
+    return hashlib.sha256(image).digest()
 
 
 def _write(path: Path, image: bytes) -> None:

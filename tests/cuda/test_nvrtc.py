@@ -43,12 +43,23 @@ def compilations(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return asked
 
 
-def test_an_image_is_compiled_once(cache: Path, sources: Path) -> None:
+def test_an_image_is_compiled_once(cache: Path, sources: Path, compilations: list[str]) -> None:
     image = nvrtc.compiled("scale.cu", 90, sources)
     (kept,) = cache.iterdir()
-    assert image.startswith(ELF) and kept.read_bytes() == image
-    kept.write_bytes(b"from the cache")
-    assert nvrtc.compiled("scale.cu", 90, sources) == b"from the cache"
+    assert image.startswith(ELF) and kept.read_bytes().startswith(image)
+    assert nvrtc.compiled("scale.cu", 90, sources) == image and len(compilations) == 1
+
+
+@pytest.mark.parametrize(
+    "damage", [lambda kept: b"", lambda kept: kept[:-1], lambda kept: b"?" + kept[1:], lambda kept: kept[:20]]
+)
+def test_an_image_that_is_damaged_is_compiled_again(cache: Path, sources: Path, compilations: list[str], damage) -> None:
+    nvrtc.compiled("scale.cu", 90, sources)
+    (kept,) = cache.iterdir()
+    kept.write_bytes(damage(kept.read_bytes()))
+    again = nvrtc.compiled("scale.cu", 90, sources)
+    assert again.startswith(ELF) and len(compilations) == 2
+    assert nvrtc.compiled("scale.cu", 90, sources) == again and len(compilations) == 2
 
 
 @pytest.mark.parametrize("change", ["scale.cu", "common.cuh", "another.cuh", "architecture", "version", "options"])
