@@ -15,6 +15,10 @@ from wire.messages import DEFAULT_PARK_S, MAX_PARK_S
 from wire.service import flush_log, open_log
 
 URL = "http://127.0.0.1:8080"
+PLANNED = (
+    "model", "ctx", "slots", "policy", "high", "low", "lookahead_steps", "park_mode", "park_ram", "draft", "dtype", "device",
+    "gpu_memory", "exact", "no_reuse",
+)  # fmt: skip
 
 
 class OneLine(click.ClickException):
@@ -32,9 +36,11 @@ def main() -> None:
     """Serve a language model and never drop a stream because the key-value cache is full."""
 
 
-def serve_options(command: click.Command) -> click.Command:
-    """Add one option for each setting."""
+def setting_options(command: click.Command, names: tuple[str, ...]) -> click.Command:
+    """Add one option for each setting of these names."""
     for field in FIELDS:
+        if field.name not in names:
+            continue
         flag, text = settings.flag_name(field.name), settings.help_text(field)
         if settings.is_switch(field):
             command.params.append(click.Option([flag, field.name], is_flag=True, default=None, help=text))
@@ -59,7 +65,7 @@ def serve(config_file: str | None, **flags: object) -> None:
     sys.exit(status)
 
 
-serve_options(serve)
+setting_options(serve, tuple(field.name for field in FIELDS))
 
 
 def client_options(command: Callable) -> Callable:
@@ -155,6 +161,24 @@ def demo(ctx: int, max_tokens: int, park_ram: str) -> None:
     from parkade.demo import demo as run
 
     _run(lambda: run(ctx, max_tokens, park_ram))
+
+
+@main.command()
+@click.option(
+    "--card-memory", default=None, metavar="SIZE", help="free memory of a card, e.g. 141GB: plan for cards of that size"
+)
+def plan(card_memory: str | None, **flags: object) -> None:
+    """Say what a model needs and what fits, with the arithmetic, without starting anything. Exit status 1 if it does not fit."""
+    from parkade.plan import plan as run
+
+    try:
+        card_bytes = None if card_memory is None else settings.size_bytes(card_memory)
+        sys.exit(run(settings.load(flags), card_bytes))
+    except ConfigError as error:
+        raise OneLine(str(error)) from None
+
+
+setting_options(plan, PLANNED)
 
 
 @main.command()

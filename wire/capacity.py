@@ -111,6 +111,8 @@ def _pool(worker: Hello | WorkerStatus, found: Footprint) -> str:
 
 def _seats(worker: Hello | WorkerStatus) -> str:
     each = worker.pool_cells // worker.slots
+    if each >= worker.max_context:
+        return f"{worker.slots} run at once; even the longest they can be do not fill the pool"
     return f"{worker.slots} run at once; with {each} cells each they fill the pool"
 
 

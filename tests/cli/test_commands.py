@@ -29,8 +29,8 @@ def test_serve_has_a_flag_for_every_setting() -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--ctx", "4"], "--ctx '4'"),
-        (["--device", "cuda"], "CUDA comes later"),
+        (["--ctx", "4"], "--ctx 4"),
+        (["--device", "tpu"], "--device 'tpu' is not known"),
         (["--model", "/no/such.gguf"], "/no/such.gguf"),
         (["--config", "/no/such.toml"], "/no/such.toml"),
         (["--park-ram", "much"], "--park-ram 'much'"),
