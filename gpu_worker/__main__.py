@@ -6,6 +6,7 @@ import signal
 import sys
 import time
 import traceback
+from collections.abc import Callable
 
 import psutil
 import zmq
@@ -25,6 +26,7 @@ from gpu_worker.policy.scheduler import Limits, Scheduler
 from gpu_worker.runner import Runner
 from gpu_worker.worker import Worker
 from wire import sockets
+from wire.capacity import capacity
 from wire.config import Config, ConfigError, device_of, devices, draft_length, policy_settings
 from wire.messages import Hello
 from wire.model_files import ModelFiles, find_model
@@ -89,6 +91,7 @@ def _serve(config: Config, name: str, files: ModelFiles, card: OpenCard | None) 
     identity = f"{name}-{os.getpid()}-{secrets.token_hex(4)}"
     scheduler = make_scheduler(config, limits(config, files, spec, hello), hello)
     parking = Parking(kv, sockets.hostcache_path(config.run_dir), identity, time.monotonic, engine.copies(identity))
+    parking.on_attached = tell_capacity(hello, config)
     socket = sockets.dealer_socket(zmq.Context.instance(), sockets.worker_address(config.run_dir), identity.encode())
     worker = Worker(hello, socket, scheduler, engine.runner, parking)
 
@@ -173,6 +176,18 @@ def announce(hello: Hello) -> None:
         parts.insert(2, f"{hello.state_slots} recurrent states in {size / 2**20:.1f} MiB, so no reuse of earlier prompts")
     where = "" if hello.device == "cpu" else f" on {hello.device}"
     log.info("%s as %s%s: %s", hello.model, hello.dtype, where, ", ".join(parts))
+
+
+def tell_capacity(hello: Hello, config: Config) -> Callable[[int], None]:
+    """Writes the block about capacity to the log, once for each size of the budget."""
+    told: set[int] = set()
+
+    def tell(budget_bytes: int) -> None:
+        if budget_bytes not in told:
+            told.add(budget_bytes)
+            log.info("%s", "\n".join(capacity(hello, config, budget_bytes)))
+
+    return tell
 
 
 def limits(config: Config, files: ModelFiles, spec: ModelSpec, hello: Hello) -> Limits:

@@ -68,6 +68,7 @@ class Parking:
         self._state_units = self._device.layout.state_units
         self._socket = HostCacheSocket(path)
         self._attached = False
+        self.on_attached: Callable[[int], None] = lambda arena_bytes: None  # told each time, with the size of the budget
         self._arena: Attached | None = None  # what is mapped
         self._mapping: MappedArena | None = None
         self._reclaims: list[int] = []  # slabs that the host cache wants back
@@ -334,6 +335,7 @@ class Parking:
             if slab not in used:  # the host cache may have given it back, and taken it again, while nobody could say Reclaim
                 self._mapping.drop(slab)
         log.info("attached to the host cache: arena of %d MiB, %d leases kept", attached.arena_bytes >> 20, len(kept))
+        self.on_attached(attached.arena_bytes)
 
     def _lose(self, now: float, why: str) -> None:
         """The connection has ended: images are void unless their arena is stored and may come back."""

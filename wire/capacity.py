@@ -5,7 +5,7 @@ The lines of the policies are those of `gpu_worker/policy/policies.py`; tests/wi
 
 from collections.abc import Iterator
 
-from wire.config import Config
+from wire.config import Config, devices
 from wire.footprint import BLOCK_SIZE, PARKING_SLOTS, Footprint
 from wire.messages import Hello, WorkerStatus
 
@@ -15,7 +15,7 @@ LABEL_CHARS = 11
 
 def capacity(worker: Hello | WorkerStatus, config: Config, budget_bytes: int | None) -> list[str]:
     """The lines. `budget_bytes` None: there is no host cache yet. Without a worker's pool there is nothing to say."""
-    if not worker.pool_cells:
+    if not worker.pool_cells or not worker.pool_bytes:
         return [f"capacity of {worker.name}: not known"]
     found = footprint_of(worker)
     longest = min(worker.pool_cells, worker.max_context)
@@ -124,7 +124,8 @@ def _budget(worker: Hello | WorkerStatus, config: Config, found: Footprint, long
     parks = ", ".join(
         f"{budget_bytes // (each := found.image_bytes(cells))} of {cells} cells ({_mib(each)} each)" for cells in sizes(longest)
     )
-    return f"{_mib(budget_bytes)} holds so many parks: {parks}"
+    shared = f", shared by {workers} workers," if (workers := len(devices(config.device))) > 1 else ""
+    return f"{_mib(budget_bytes)}{shared} holds so many parks: {parks}"
 
 
 def _rollback(worker: Hello | WorkerStatus, found: Footprint) -> str:

@@ -97,6 +97,11 @@ def test_what_is_refused_is_told_with_why(worker: dict, budget: int | None, sett
     assert words in line
 
 
+def test_a_budget_of_several_workers_is_shared() -> None:
+    assert "256.0 MiB, shared by 2 workers, holds" in text(hello(), device="cuda:0,cuda:1")
+    assert "shared" not in text(hello())
+
+
 def test_the_largest_park_that_fits_is_the_largest() -> None:
     found = footprint(find_model("bard").spec, 2, 2)
     for nbytes in (0, 4096, MIB, 10 * MIB + 12345):

@@ -170,6 +170,19 @@ def test_a_line_for_the_log(caplog):
     ]
 
 
+def test_the_capacity_is_told_once_for_each_budget(caplog):
+    hello = Hello("w", 1, "m", "cpu", "f32", 256, 16, 5, 256, True, pool_bytes=256 * 1000)
+    tell = worker.tell_capacity(hello, Config())
+    with caplog.at_level(logging.INFO, "parkade"):
+        tell(0)
+        tell(1 << 30)
+        tell(0)
+    none, some = caplog.messages
+    assert "every park is computed again" in none
+    assert "1024.0 MiB holds so many parks" in some
+    assert len(some.splitlines()) > 5
+
+
 def test_every_setting_that_the_scheduler_knows_by_the_same_name_reaches_it():
     both = {field.name for field in FIELDS} & set(Limits.__struct_fields__)
     others = {"exact", "park_every"}  # proven at the worker's start; for tests, so that no simulated run has it

@@ -385,6 +385,15 @@ def test_two_workers_with_different_blocks(cache):
         parking.close()
 
 
+def test_the_size_of_the_budget_is_told_when_it_attaches(cache):
+    parking = Parking(Pool(4), str(cache.run_dir / "hostcache.sock"), "cpu0-1-1", time.monotonic)
+    told = []
+    parking.on_attached = told.append
+    wait(parking, lambda: parking.connected)
+    assert told == [16 << 20]
+    parking.close()
+
+
 def test_a_budget_of_nothing_denies_everything(tmp_path):
     with HostCache(tmp_path / "run", park_ram="0") as cache:
         parking = new_parking(cache, Pool(2))
