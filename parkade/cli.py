@@ -199,6 +199,52 @@ def sim(journal: str | None, **options: object) -> None:
 sim_options(sim)
 
 
+@main.group()
+def systemd() -> None:
+    """Serve under systemd: install the units, or pack them."""
+
+
+@systemd.command()
+@click.option("--gpus", default=None, metavar="0,1", help="a worker for each of these cards [default: as the settings say]")
+@click.option("--park-ram", default=None, metavar="8GiB", help="RAM for parked cells; memory limits follow it")
+@click.option("--root", default="/", show_default=True, metavar="DIR", help="write below DIR, e.g. for an image")
+@click.option("--python", default=None, metavar="PATH", help="what runs Parkade there [default: this one]")
+@click.option("--check", is_flag=True, help="write nothing; show what differs, status 1 if anything does")
+def install(**options: object) -> None:
+    """Write the units, /etc/parkade/config.toml (if there is none) and the user's entry, once systemd has verified them."""
+    from parkade.systemd import install as run
+
+    _user(lambda: run(**options))
+
+
+@systemd.command()
+@click.argument("folder", default=".")
+def deb(folder: str) -> None:
+    """Pack the units as a Debian package in FOLDER. Parkade itself is not in it."""
+    from parkade.systemd import deb as run
+
+    _user(lambda: run(folder))
+
+
+@systemd.command("wait-drained", hidden=True)
+@click.option("--config", "config_file", metavar="FILE.toml")
+def wait_drained(config_file: str | None) -> None:
+    """Return when the router has drained; at once if it does not drain."""
+    from parkade.systemd import wait_drained as run
+
+    _user(lambda: run(settings.load({}, config_file)))
+
+
+def _user(command: Callable[[], int]) -> None:
+    """Run a command of this machine: a mistake in its settings is one line, and so is a file that cannot be written."""
+    try:
+        sys.exit(command())
+    except ConfigError as error:
+        raise OneLine(str(error)) from None
+    except OSError as error:
+        raise OneLine(": ".join(filter(None, (error.filename, error.strerror)))) from None
+
+
 def _nothing_beside_the_journal() -> None:
     """ConfigError for any other option: a journal has its settings in it."""
     context = click.get_current_context()
