@@ -19,6 +19,7 @@ from wire.service import USER_ERROR, log, notify
 
 POLL_S = 0.1
 ASK_S = 5.0
+KEEPERS = ("openai",)  # of files that a SIGHUP has read again
 
 
 def serve(config: Config) -> int:
@@ -75,8 +76,17 @@ async def _serve(config: Config) -> int:
     def told() -> None:
         (hurry if stop.is_set() else stop).set()
 
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-        loop.add_signal_handler(number, told)
+    def hung_up() -> None:
+        """A closed terminal means to stop, as it always has; any other SIGHUP, to read the files of keys again."""
+        if has_terminal and not _terminal():
+            told()
+        else:
+            for name in KEEPERS:
+                supervisor.tell(name, signal.SIGHUP)
+
+    has_terminal = _terminal() and signal.getsignal(signal.SIGHUP) != signal.SIG_IGN  # that is nohup's
+    for number, heard in ((signal.SIGTERM, told), (signal.SIGINT, told), (signal.SIGHUP, hung_up)):
+        loop.add_signal_handler(number, heard)
     log.info("model %s, ctx %d, slots %d, policy %s, park-ram %s, run-dir %s", config.model, config.ctx, config.slots,
              config.policy, config.park_ram, config.run_dir)  # fmt: skip
     supervisor = Supervisor(programs(config))
@@ -101,6 +111,15 @@ async def _serve(config: Config) -> int:
         ready.cancel()
         stopped.cancel()
         await supervisor.kill()
+
+
+def _terminal() -> bool:
+    """Whether this process has a terminal that is still there."""
+    try:
+        os.close(os.open("/dev/tty", os.O_RDWR | os.O_NOCTTY | os.O_CLOEXEC))
+    except OSError:
+        return False
+    return True
 
 
 def _give_up(failure: Failure) -> int:

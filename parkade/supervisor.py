@@ -111,6 +111,12 @@ class Supervisor:
                     self._signal(child, signal.SIGKILL)
             await gone
 
+    def tell(self, name: str, number: int) -> None:
+        """A signal to the program of this name, if it runs now."""
+        for child in self.children:
+            if child.program.name == name and child.process is not None:
+                child.process.send_signal(number)
+
     async def kill(self) -> None:
         """SIGKILL to everything that still runs."""
         for child in self.children:

@@ -8,6 +8,7 @@ import sys
 import uvloop
 import zmq
 
+from router.keys import KeyLimits
 from router.server import Server
 from wire.config import Config, ConfigError
 from wire.service import log, run
@@ -16,7 +17,8 @@ from wire.service import log, run
 def main(config: Config) -> int:
     """Serve. ConfigError if the sockets cannot be made in the run directory."""
     _raise_file_limit()
-    server = Server(config.run_dir, config.max_queued, config.drain_s)
+    limits = KeyLimits(config.key_requests, config.key_queued_tokens, config.key_cells)
+    server = Server(config.run_dir, config.max_queued, config.drain_s, limits)
     try:
         server.open()
     except (zmq.ZMQError, ValueError) as error:

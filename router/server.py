@@ -12,6 +12,7 @@ from zmq.utils.monitor import recv_monitor_message
 
 from router.actions import Action, ToClient
 from router.hostcache_link import HostCacheLink
+from router.keys import NO_LIMITS, KeyLimits
 from router.ledger import Ledger
 from router.metrics import Metrics
 from router.outlet import Outlet
@@ -37,8 +38,8 @@ _WORKERS: Decoder[WorkerToRouter] = Decoder(WorkerToRouter)
 class Server:
     """Owns both ROUTER sockets and the ledger. `run` returns when a drain is done."""
 
-    def __init__(self, run_dir: str | Path, max_queued: int, drain_s: float) -> None:
-        self.ledger = Ledger(max_queued, lambda: secrets.randbits(63))
+    def __init__(self, run_dir: str | Path, max_queued: int, drain_s: float, limits: KeyLimits = NO_LIMITS) -> None:
+        self.ledger = Ledger(max_queued, lambda: secrets.randbits(63), limits)
         self._run_dir = Path(run_dir)
         self._drain_s = drain_s
         self._metrics = Metrics(self.ledger)

@@ -61,7 +61,11 @@ class Config(Struct, frozen=True, forbid_unknown_fields=True):
     port: Annotated[int, Meta(ge=0, le=65535, description="port of the HTTP adapter (0: a free one)")] = 8080
     run_dir: Annotated[str, Meta(description="folder of the sockets (default: a fresh one, mode 0700)")] = ""
     drain_s: Annotated[float, Meta(ge=0, le=86400, description="seconds that streams get to finish on SIGTERM")] = 30.0
-    api_key_file: Annotated[str, Meta(description="file with one API key a line; without it no key is asked for")] = ""
+    api_key_file: Annotated[str, Meta(description="file with an API key a line, KEY or NAME KEY (without: none is needed)")] = ""
+    admin_key_file: Annotated[str, Meta(description="the same for /slots and parks (no key file: for this machine only)")] = ""
+    key_requests: Annotated[int, Meta(ge=0, description="requests that each API key may have at once (0: no limit)")] = 0
+    key_queued_tokens: Annotated[int, Meta(ge=0, description="prompt tokens of each API key that may wait (0: no limit)")] = 0
+    key_cells: Annotated[int, Meta(ge=0, le=100, description="percent of the pool for the requests of each API key (0: all)")] = 0
 
 
 DRAFT_MOST = 8

@@ -12,7 +12,8 @@ import uvloop
 
 from router.client import Client
 from router.openai.app import create_app
-from router.openai.serving import Serving, read_api_keys
+from router.openai.keys import Keys
+from router.openai.serving import Serving
 from router.openai.text import Text, TextError
 from wire.config import Config, ConfigError
 from wire.model_files import ModelError, ModelFiles, find_model
@@ -26,12 +27,13 @@ CLOSING_S = 1  # for connections after the drain: all that counts has ended
 
 def main(config: Config) -> int:
     """Serve until told to stop. ConfigError for what the user has to change."""
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # it means to read the keys again, and they have not been read yet
     try:
         files = find_model(config.model)
         text = Text(files)
     except (ModelError, TextError) as error:
         raise ConfigError(str(error)) from None
-    keys = read_api_keys(config.api_key_file)
+    keys = Keys(config)
     with contextlib.ExitStack() as stack:
         listeners = [stack.enter_context(one) for one in map(taken_over, passed_sockets())]
         listeners = listeners or [stack.enter_context(listen(config.host, config.port))]
@@ -68,8 +70,8 @@ def listen(host: str, port: int) -> socket.socket:
     return listener
 
 
-async def serve(config: Config, files: ModelFiles, text: Text, keys: tuple[bytes, ...], listeners: list[socket.socket]) -> None:
-    """Answer until SIGTERM or SIGINT and for `drain_s` after it; a second signal ends at once."""
+async def serve(config: Config, files: ModelFiles, text: Text, keys: Keys, listeners: list[socket.socket]) -> None:
+    """Answer until SIGTERM or SIGINT and for `drain_s` after it; a second signal ends at once. SIGHUP: read the keys again."""
     async with Client(client_address(config.run_dir)) as client:
         serving = Serving(client, files, text, config, keys)
         server = Server(http_config(serving))
@@ -80,6 +82,7 @@ async def serve(config: Config, files: ModelFiles, text: Text, keys: tuple[bytes
 
         for number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(number, told)
+        asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, read_again, keys)
         running = asyncio.ensure_future(server.serve(listeners))
         stopping = asyncio.ensure_future(_drain(serving, server, stop, hurry, config.drain_s))
         for listener in listeners:
@@ -91,6 +94,16 @@ async def serve(config: Config, files: ModelFiles, text: Text, keys: tuple[bytes
         finally:
             stopping.cancel()
             alive.cancel()
+
+
+def read_again(keys: Keys) -> None:
+    """Take the keys that the files hold now. Who is being answered is answered to the end."""
+    try:
+        keys.reload()
+    except ConfigError as error:
+        log.error("the keys from before stay in force: %s", error)
+    else:
+        log.info("the files of keys were read again: %d keys", len(keys))
 
 
 async def feed_watchdog(every_s: float | None) -> None:

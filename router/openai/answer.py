@@ -61,10 +61,12 @@ class Answer:
             for p, prompt in enumerate(prompts)
             for i in range(params.n)
         ]
-        self._requests = [_generate(answer_id, choice, params) for choice in self._choices]
+        self._answer_id = answer_id
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer. ApiError is raised only before the headers are out; later errors are events of the stream."""
+        key = scope["state"]["key"]
+        self._requests = [_generate(self._answer_id, choice, self._params, key) for choice in self._choices]
         work = self._stream(send) if self._params.stream else self._collect(scope, receive, send)
         try:
             with self._serving.answering():
@@ -189,7 +191,7 @@ class Answer:
         return own if self._params.ignore_eos else own | self._serving.end_ids
 
 
-def _generate(answer_id: str, choice: Choice, params: Params) -> Generate:
+def _generate(answer_id: str, choice: Choice, params: Params, key: str) -> Generate:
     """The request of one choice. The i-th of n has a seed of its own and starts once the first has computed the prompt."""
     of_prompt = choice.index % params.n
     first = choice.index - of_prompt
@@ -204,6 +206,7 @@ def _generate(answer_id: str, choice: Choice, params: Params) -> Generate:
         prompt_logprobs=params.logprobs if params.echo else None,
         priority=params.priority,
         sibling_of=_request_id(answer_id, first) if of_prompt else "",
+        key=key,
     )
 
 

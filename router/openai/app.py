@@ -1,4 +1,4 @@
-"""The ASGI application: routes, API keys, request ids, and OpenAI's shape for every error.
+"""The ASGI application: routes, request ids, and OpenAI's shape for every error.
 
 Middleware is plain ASGI: Starlette's BaseHTTPMiddleware hides a client's hang-up from the endpoint.
 """
@@ -19,10 +19,10 @@ from router.openai import info, slots, tokens
 from router.openai.chat import chat_completions
 from router.openai.completions import completions
 from router.openai.errors import CLIENT_CLOSED_REQUEST, ApiError
+from router.openai.keys import KeyCheck
 from router.openai.serving import Serving
 from router.openai.text import TextError
 
-OPEN_PATHS = ("/health",)  # a load balancer has no key
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 log = logging.getLogger("parkade")
 
@@ -54,24 +54,7 @@ def create_app(serving: Serving) -> ASGIApp:
     )
     app.state.serving = serving
     app.router.redirect_slashes = False
-    return RequestIds(ApiKeys(app, serving))
-
-
-class ApiKeys:
-    """401 unless the request carries one of the keys, where there are any."""
-
-    def __init__(self, app: ASGIApp, serving: Serving) -> None:
-        self._app = app
-        self._serving = serving
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass on what is allowed."""
-        is_open = scope["type"] != "http" or scope["path"] in OPEN_PATHS
-        if is_open or self._serving.allowed(Headers(scope=scope).get("authorization", "")):
-            await self._app(scope, receive, send)
-        else:
-            error = ApiError(401, "Incorrect API key provided, or none.", code="invalid_api_key")
-            await error.response({"www-authenticate": "Bearer"})(scope, receive, send)
+    return RequestIds(KeyCheck(app, serving.keys))
 
 
 class RequestIds:

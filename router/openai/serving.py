@@ -1,8 +1,7 @@
-"""What this adapter serves: the model, its text, the way to the router, the limits, and how many answers are under way."""
+"""What this adapter serves: the model, its text, the way to the router, keys, limits, and how many answers are under way."""
 
 import asyncio
 import hashlib
-import hmac
 import logging
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -14,8 +13,9 @@ import msgspec
 
 from router.client import Client
 from router.openai.errors import ApiError, context_too_small, router_lost, shutting_down
+from router.openai.keys import Keys
 from router.openai.text import Text
-from wire.config import Config, ConfigError
+from wire.config import Config
 from wire.messages import Status
 from wire.model_files import ModelFiles
 
@@ -28,8 +28,9 @@ log = logging.getLogger("parkade")
 class Serving:
     """One model behind one router. Made once, shared by all requests."""
 
-    def __init__(self, client: Client, files: ModelFiles, text: Text, config: Config, api_keys: tuple[bytes, ...] = ()) -> None:
+    def __init__(self, client: Client, files: ModelFiles, text: Text, config: Config, keys: Keys) -> None:
         self.client = client
+        self.keys = keys
         self.text = text
         self.name = files.name
         self.created_s = int(Path(files.path).stat().st_mtime)
@@ -41,7 +42,6 @@ class Serving:
         self.idle = asyncio.Event()
         self.idle.set()
         self.cut = asyncio.Event()  # set when a drain has no more time: answers under way end with an error
-        self._digests = tuple(hashlib.sha256(key).digest() for key in api_keys)
         self._longest_token_bytes = max(len(text.token_bytes(i)) for i in range(text.vocab_size))
         self.active = 0
         self._threads = ThreadPoolExecutor(1, thread_name_prefix="tokenise")
@@ -66,17 +66,6 @@ class Serving:
             told = model if len(model) <= 100 else model[:100] + "..."
             message = f"The model {told!r} does not exist; this server has {self.name!r}."
             raise ApiError(404, message, code="model_not_found", param="model")
-
-    def allowed(self, authorization: str) -> bool:
-        """Whether the header carries one of the keys. Takes the same time whichever key it is, or none."""
-        if not self._digests:
-            return True
-        scheme, _, key = authorization.partition(" ")
-        given = hashlib.sha256(key.strip().encode("latin-1")).digest()
-        found = False
-        for digest in self._digests:
-            found |= hmac.compare_digest(given, digest)
-        return found and scheme.lower() == "bearer"
 
     async def tokens(self, nbytes: int, tokenise: Callable[[], list[int]], param: str) -> list[int]:
         """`tokenise()`, beside the event loop if `nbytes` of text is much.
@@ -108,20 +97,6 @@ class Serving:
                 return await self.client.status()
         except (TimeoutError, OSError):
             raise router_lost() from None
-
-
-def read_api_keys(path: str) -> tuple[bytes, ...]:
-    """The keys in a file, one a line; blank lines and lines that start with # do not count. ConfigError if there is none."""
-    if not path:
-        return ()
-    try:
-        lines = Path(path).read_bytes().splitlines()
-    except OSError as error:
-        raise ConfigError(f"--api-key-file {path}: {error.strerror}") from None
-    keys = tuple(line.strip() for line in lines if line.strip() and not line.strip().startswith(b"#"))
-    if not keys:
-        raise ConfigError(f"--api-key-file {path}: it holds no key")
-    return keys
 
 
 def _fingerprint(files: ModelFiles, config: Config) -> str:

@@ -10,6 +10,7 @@ import openai
 import pytest
 
 from router.openai.__main__ import Server, http_config, listen
+from router.openai.keys import Keys
 from router.openai.serving import Serving
 from router.openai.text import Text
 from tests.openai.fake_router import FakeClient, says
@@ -56,10 +57,11 @@ Start = Callable[..., Awaitable[Adapter]]
 
 
 @asynccontextmanager
-async def running(files: ModelFiles, text: Text, keys: tuple[bytes, ...] = ()) -> AsyncIterator[Adapter]:
+async def running(files: ModelFiles, text: Text, **settings: object) -> AsyncIterator[Adapter]:
     """An adapter that serves until the block ends."""
     router = FakeClient(says([]))
-    serving = Serving(router, files, text, Config(ctx=2048), keys)
+    config = Config(ctx=2048, **settings)
+    serving = Serving(router, files, text, config, Keys(config))
     listener = listen("127.0.0.1", 0)
     server = Server(http_config(serving))
     port = listener.getsockname()[1]
@@ -72,11 +74,11 @@ async def running(files: ModelFiles, text: Text, keys: tuple[bytes, ...] = ()) -
 
 @pytest.fixture
 async def start(files: ModelFiles, text: Text) -> AsyncIterator[Start]:
-    """Starts adapters: `await start(keys)`."""
+    """Starts adapters: `await start(api_key_file=...)`."""
     async with AsyncExitStack() as stack:
 
-        async def started(keys: tuple[bytes, ...] = ()) -> Adapter:
-            return await stack.enter_async_context(running(files, text, keys))
+        async def started(**settings: object) -> Adapter:
+            return await stack.enter_async_context(running(files, text, **settings))
 
         yield started
 

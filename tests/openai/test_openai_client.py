@@ -1,6 +1,7 @@
 """The real openai client against the adapter."""
 
 import asyncio
+from pathlib import Path
 
 import httpx
 import openai
@@ -61,8 +62,9 @@ async def test_models(adapter: Adapter) -> None:
             await client.models.retrieve("other")
 
 
-async def test_errors_become_the_right_exceptions(start: Start) -> None:
-    adapter = await start((b"secret",))
+async def test_errors_become_the_right_exceptions(start: Start, tmp_path: Path) -> None:
+    (tmp_path / "keys").write_text("secret")
+    adapter = await start(api_key_file=str(tmp_path / "keys"))
     adapter.say("Hello")
     async with adapter.openai(api_key="wrong") as client:
         with pytest.raises(openai.AuthenticationError):

@@ -1,14 +1,10 @@
-"""What surrounds the answers: health, metrics, properties, models, tokens, keys, request ids, draining."""
+"""What surrounds the answers: health, metrics, properties, models, tokens, request ids, draining."""
 
 import asyncio
 
-import pytest
-
-from router.openai.serving import read_api_keys
-from tests.openai.conftest import Adapter, Start
+from tests.openai.conftest import Adapter
 from tests.openai.fake_router import ready_status
 from tests.openai.test_bad_input import error_of
-from wire.config import ConfigError
 
 HELLO = {"messages": [{"role": "user", "content": "Hello"}]}
 CHAT = "/v1/chat/completions"
@@ -67,25 +63,6 @@ async def test_tokenize_and_back(adapter: Adapter) -> None:
         error_of(await adapter.http.post("/tokenize", json=body))
     for body in ({}, {"tokens": "x"}, {"tokens": [-1]}, {"tokens": [10**9]}):
         error_of(await adapter.http.post("/detokenize", json=body))
-
-
-async def test_keys(start: Start, tmp_path) -> None:
-    file = tmp_path / "keys"
-    file.write_text("# comment\nfirst\n\n  sécond \n")
-    adapter = await start(read_api_keys(str(file)))
-    adapter.say("Hello")
-    assert (await adapter.http.get("/health")).status_code == 200
-    for headers in ({}, {"authorization": "Bearer wrong"}, {"authorization": "first"}, {"authorization": "Basic first"}):
-        for path in ("/v1/models", "/metrics", "/slots", "/nothing"):
-            assert error_of(await adapter.http.get(path, headers=headers), 401)["type"] == "authentication_error"
-    for key in ("Bearer first", "bearer first", "Bearer sécond"):
-        assert (await adapter.http.get("/v1/models", headers={"authorization": key.encode()})).status_code == 200
-    for text in ("", "# only a comment\n"):
-        file.write_text(text)
-        with pytest.raises(ConfigError, match="no key"):
-            read_api_keys(str(file))
-    with pytest.raises(ConfigError, match="api-key-file"):
-        read_api_keys(str(tmp_path / "missing"))
 
 
 async def test_request_ids(adapter: Adapter) -> None:

@@ -1,5 +1,7 @@
 """The real openai client against the real server and the real model: every promise of the HTTP surface that needs both."""
 
+import signal
+
 import openai
 import pytest
 
@@ -206,6 +208,31 @@ def test_a_key_is_wanted_where_there_is_a_file_of_them(locked):
     with client_of(locked, KEY) as client:
         assert [model.id for model in client.models.list()] == ["smollm2"]
         assert client.completions.create(model="smollm2", prompt="x", max_tokens=2).usage.completion_tokens == 2
+    assert locked.http.get("/slots", headers={"authorization": f"Bearer {KEY}"}).status_code == 403  # an admin's
+
+
+def test_keys_are_read_again_while_a_stream_goes_on(locked):
+    """`parkade serve` passes a SIGHUP on; the stream of a key that is gone is told to its end."""
+    keys = locked.run_dir.with_name("keys")
+    with client_of(locked, KEY) as client, client_of(locked, "another") as other:
+        stream = client.completions.create(model="smollm2", prompt="x", max_tokens=60, stream=True)
+        next(iter(stream))
+        keys.write_text("another\n")
+        locked.process.send_signal(signal.SIGHUP)
+        while True:  # until it is so
+            try:
+                client.models.list()
+            except openai.AuthenticationError:
+                break
+        assert [model.id for model in other.models.list()] == ["smollm2"]
+        assert [chunk.choices[0].finish_reason for chunk in stream][-1] == "length"
+        keys.write_text(f"{KEY}\n")
+        locked.process.send_signal(signal.SIGHUP)
+        while True:
+            try:
+                other.models.list()
+            except openai.AuthenticationError:
+                break
 
 
 def test_an_unknown_model_is_not_found(client):
