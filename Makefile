@@ -1,4 +1,4 @@
-# make setup | demo | test | test-long | serve | gpu-check | lint | clean
+# make setup | demo | test | test-long | serve | gpu-check | lint | audit | clean
 #
 # PYTHON       the interpreter that .venv is made from, 3.11 or newer
 # TORCH_INDEX  package index to take torch from, e.g. PyTorch's own index of CPU builds (see README, "Which torch");
@@ -21,9 +21,10 @@ PACKAGES := $(VENV)/.packages
 NATIVE := $(VENV)/.native
 PYCUDA := $(VENV)/.pycuda
 PYCUDA_WHEELS := build/pycuda
+AUDIT := build/audit
 NATIVE_SOURCES := $(wildcard gpu_worker/native/*.cpp gpu_worker/native/*.h) gpu_worker/device/native.py
 
-.PHONY: setup demo test test-long tested serve gpu-check lint clean
+.PHONY: setup demo test test-long tested serve gpu-check lint audit clean
 
 setup: $(PACKAGES) $(NATIVE)
 
@@ -85,6 +86,11 @@ gpu-check:
 lint: setup
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
+
+audit: | $(BIN)/python
+	@test -x $(AUDIT)/bin/bandit || { echo "audit: bandit and pip-audit, in $(AUDIT)"; $(BIN)/python -m venv $(AUDIT) && \
+	  $(AUDIT)/bin/python -m pip install -q $(PIP_FLAGS) bandit pip-audit; }
+	@$(AUDIT)/bin/python -m tools.audit
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .hypothesis gpu_worker/native/*.so
