@@ -1,7 +1,11 @@
 """Plants one bug after another and says which are found: `python -m tests.kernels.plant WHERE plain|asan|tsan NAME...`
 
 NAME is how the names of bugs begin; none: all of them. Writes to the folder WHERE and prints a line of JSON: what was not found,
-and which tests fail without a bug. Each run of a test is a fork of this process, as a bug may end it.
+and which tests fail without a bug. Each run of a test is a fork of this process, as a bug may end it. For asan and tsan it must
+run in the environment that `sanitized.environment` makes, as test_planted.py does; else every bug is missed:
+
+    python -c 'from pathlib import Path; from tests.kernels.sanitized import python
+    print(python("asan", Path("WHERE/logs"), "-m", "tests.kernels.plant", "WHERE", "asan", "NAME").stdout)'
 """
 
 import json

@@ -1,1 +1,1 @@
-"""What only a card can show, as one command: `make gpu-check` (docs/gpu-check.md)."""
+"""What only a card can show, as one command: `make gpu-check` (docs/gpu.md)."""
