@@ -1,0 +1,53 @@
+"""docs/guarantees.md names tests that are there, and no promise stands without one."""
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PAGE = (ROOT / "docs" / "guarantees.md").read_text()
+_TEST = re.compile(r"`(tests/[\w/]+\.py)::(\w+)`")
+_LINE = re.compile(r"^- `(tests/[\w/]+\.py)::(\w+)`( \(long\))?(: .+)?$")
+
+
+def sections() -> dict[str, str]:
+    """Heading -> text of the promises."""
+    parts = re.split(r"^## (G\d+\. .+)$", PAGE.split("\n## Not promised\n")[0], flags=re.MULTILINE)
+    return dict(zip(parts[1::2], parts[2::2], strict=True))
+
+
+def names_in(path: str) -> dict[str, bool]:
+    """Name -> whether it is for the long tier. A state machine counts by its name too."""
+    tree = ast.parse((ROOT / path).read_text())
+    found = {}
+    for node in tree.body:
+        match node:
+            case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) | ast.ClassDef(name=name):
+                found[name] = any("mark.long" in ast.unparse(mark) for mark in node.decorator_list)
+            case ast.Assign(targets=[ast.Name(name)]):
+                found[name] = False
+    return {name: is_long for name, is_long in found.items() if name.lower().startswith("test")}
+
+
+@pytest.mark.parametrize("heading", sections())
+def test_a_promise_names_tests_that_are_there(heading: str) -> None:
+    named = [match for line in sections()[heading].splitlines() if line.startswith("- ") and (match := _LINE.match(line))]
+    lines = [line for line in sections()[heading].splitlines() if line.startswith("- ")]
+    assert len(named) == len(lines) >= 2, "a line of the list is no test"
+    for match in named:
+        path, name, is_long = match[1], match[2], bool(match[3])
+        assert name in names_in(path), f"{path} has no test {name}"
+        whole = names_in(path)[name]
+        assert whole == is_long, f"{path}::{name} is {'' if whole else 'not '}of the long tier"
+
+
+def test_every_test_that_is_named_anywhere_is_there() -> None:
+    named = _TEST.findall(PAGE)
+    assert len(named) > 50
+    assert [f"{path}::{name}" for path, name in named if name not in names_in(path)] == []
+
+
+def test_the_promises_are_numbered() -> None:
+    assert [heading.split(".")[0] for heading in sections()] == [f"G{n}" for n in range(1, len(sections()) + 1)]
