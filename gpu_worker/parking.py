@@ -78,6 +78,7 @@ class Parking:
         self._late: set[int] = set()  # asks that passed their deadline and are still unanswered
         self._copies: deque[Copy] = deque()
         self._stalled = False  # the last `copy` found nothing to do
+        self.damaged = 0  # images that could not be loaded as they were saved
         self._events: list[Event] = []
         self._connect_at = clock()
         self._lost_at: float | None = None  # when images that wait for their arena are given up
@@ -233,6 +234,8 @@ class Parking:
             if failpoints.armed:
                 self._socket.flush()
                 failpoints.hit("committed")
+        elif not ok and isinstance(action, Load) and not copy.abandoned:
+            self.damaged += 1
         if image.released and not image.copies:
             self._release(action.lease)
         return copy.ended(ok)

@@ -168,9 +168,10 @@ class Worker:
     def _send_load(self, now: float) -> None:
         self._loaded_at = now
         load = self.scheduler.load()
+        counters = replace(load.counters, damaged=self.parking.damaged)
         self._send(
             messages.Load(
-                self.step, load.cells, load.waiting, load.running, load.parked, load.slots, load.counters, self.parking.connected
+                self.step, load.cells, load.waiting, load.running, load.parked, load.slots, counters, self.parking.connected
             )
         )
 

@@ -62,6 +62,9 @@ class Metrics:
             "parkade_recompute_stalled", "Sequences ended because their recompute made no progress", value=workers.stalled
         )
         yield _counters("parkade_park_denied", "Saves that were not granted", "reason", workers.denied, DENIED_REASONS)
+        yield CounterMetricFamily(
+            "parkade_images_damaged", "Parked images that were not what was saved; computed again", value=workers.damaged
+        )
         yield GaugeMetricFamily("parkade_requests_preempted", "Requests that are parked now", value=self._ledger.parked)
         yield _histogram("parkade_parked_seconds", "How long a sequence was parked", self._ledger.totals.parked_s)
         yield GaugeMetricFamily("parkade_hostcache_up", "Whether the host cache answers", value=self._hostcache_up)

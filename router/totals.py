@@ -44,6 +44,7 @@ class WorkerTotals(Struct):
     denied: Counter[str]
     parks: Counter[str]
     stalled: int = 0
+    damaged: int = 0
     resumed: int = 0
     recomputed_tokens: int = 0
     steps: int = 0
@@ -56,6 +57,7 @@ class WorkerTotals(Struct):
         self.denied.update(counters.denied)
         self.parks.update(counters.parks)
         self.stalled += counters.stalled
+        self.damaged += counters.damaged
         self.resumed += counters.resumed
         self.recomputed_tokens += counters.recomputed_tokens
         self.steps += counters.steps

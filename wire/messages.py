@@ -101,6 +101,7 @@ class Counters(Part):
     denied: dict[str, int] = {}  # by reason
     parks: dict[str, int] = {}  # by how and why, as "save cheaper"; see docs/protocol.md
     stalled: int = 0  # sequences ended because their recompute made no progress
+    damaged: int = 0  # images that were not what was saved
     steps: int = 0
     prefill_tokens: int = 0  # rows fed that produced no new token, recomputed ones included
     drafted: list[int] = []  # by position: the first draft behind a sequence's newest token, the second, ...
@@ -205,8 +206,7 @@ class Notice(Message):
 
 
 class Finished(Message):
-    """The one last word of an accepted stream. `error` says in one line why, when reason is error, and `code` in a short name:
-    context_length_exceeded, kv_cache_full, compute_error, recompute_stalled, worker_lost, drain_timeout, slow_client."""
+    """The one last word of an accepted stream. If reason is error, `error` says why, `code` is a name (see docs/protocol.md)."""
 
     request_id: str
     reason: Literal["stop", "length", "cancelled", "error"]

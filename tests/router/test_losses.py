@@ -280,13 +280,13 @@ def test_parks_by_how_and_why_add_up():
     scene = Scene()
     scene.hello()
     assert 'parkade_parks_total{mode="recompute",reason="denied_lost"} 0.0' in Metrics(scene.ledger).text(None, scene.now)
-    scene.load(counters=Counters(parks={"save cheaper": 3, "recompute denied_full": 1}, stalled=1))
+    scene.load(counters=Counters(parks={"save cheaper": 3, "recompute denied_full": 1}, stalled=1, damaged=3))
     scene.hello(NEXT)
-    scene.load(NEXT, counters=Counters(parks={"save cheaper": 2, "recompute brand_new": 4}, stalled=2))
+    scene.load(NEXT, counters=Counters(parks={"save cheaper": 2, "recompute brand_new": 4}, stalled=2, damaged=1))
     text = Metrics(scene.ledger).text(None, scene.now)
     for mode, reason, value in (("save", "cheaper", 5), ("recompute", "denied_full", 1), ("recompute", "brand_new", 4)):
         assert f'parkade_parks_total{{mode="{mode}",reason="{reason}"}} {float(value)}\n' in text
-    assert "parkade_recompute_stalled_total 3.0\n" in text
+    assert "parkade_recompute_stalled_total 3.0\n" in text and "parkade_images_damaged_total 4.0\n" in text
 
 
 def test_drafts_add_up_by_position():

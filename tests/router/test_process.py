@@ -94,6 +94,7 @@ def test_metrics_are_all_there_from_the_start(run, process, run_dir):
             "parkade_resume_total",
             "parkade_recompute_tokens_total",
             "parkade_recompute_stalled_total",
+            "parkade_images_damaged_total",
             "parkade_requests_preempted",
             "parkade_hostcache_budget_bytes",
             "parkade_hostcache_used_bytes",

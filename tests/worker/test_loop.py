@@ -37,6 +37,7 @@ class Silence:
 
 class NoParking:
     copying = connected = False
+    damaged = 0
 
     def poll(self, _now: float) -> list:
         return []
