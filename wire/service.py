@@ -5,6 +5,7 @@ import atexit
 import logging
 import os
 import queue
+import resource
 import socket
 import sys
 import threading
@@ -46,6 +47,18 @@ def setup(process_name: str, argv: Sequence[str] | None = None) -> Config:
     if not config.run_dir:
         raise ConfigError(f"python -m {process_name} needs --run-dir, the folder where the processes meet")
     return config
+
+
+def file_limit() -> int:
+    """How many descriptors this process may have open."""
+    return resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+
+
+def raise_file_limit() -> None:
+    """Each client is a descriptor: take as many as we may have."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft < hard:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 # log ------------------------------------------------------------------------------------------------------------------

@@ -12,12 +12,13 @@ import uvloop
 
 from router.client import Client
 from router.openai.app import create_app
+from router.openai.connections import connection_class
 from router.openai.keys import Keys
 from router.openai.serving import Serving
 from router.openai.text import Text, TextError
 from wire.config import Config, ConfigError
 from wire.model_files import ModelError, ModelFiles, find_model
-from wire.service import log, notify, passed_sockets, run, watchdog_s
+from wire.service import file_limit, log, notify, passed_sockets, raise_file_limit, run, watchdog_s
 from wire.sockets import client_address
 
 BACKLOG = 1024
@@ -28,6 +29,7 @@ CLOSING_S = 1  # for connections after the drain: all that counts has ended
 def main(config: Config) -> int:
     """Serve until told to stop. ConfigError for what the user has to change."""
     signal.signal(signal.SIGHUP, signal.SIG_IGN)  # it means to read the keys again, and they have not been read yet
+    raise_file_limit()
     try:
         files = find_model(config.model)
         text = Text(files)
@@ -126,7 +128,7 @@ def http_config(serving: Serving) -> uvicorn.Config:
     """How uvicorn serves the application."""
     return uvicorn.Config(
         create_app(serving),
-        http="httptools",
+        http=connection_class(file_limit()),
         ws="none",
         lifespan="off",
         log_config=None,
