@@ -93,6 +93,8 @@ def test_a_worker_holds_its_weights_and_its_pool_and_little_more(stack):
     weights, pool = re.search(r"weights (\d+) MiB, pool \d+ cells in (\d+) MiB", stack.log).groups()
     block = BLOCK_BYTES + HEAD_BYTES * bool(stack.http.get("/props").json()["draft"])
     assert int(pool) == CTX // 16 * block // MIB
+    assert f"pool       {CTX} cells, {CTX // 16} blocks of 16" in stack.log  # the block about capacity
+    assert len(re.findall("holds so many parks", stack.log)) == 1
     own = psutil.Process(stack.pid_of("gpu_worker")).memory_full_info()
     assert own.uss <= (int(weights) + int(pool)) * MIB + SPARE_BYTES, f"{own.uss // MIB} MiB, weights {weights}, pool {pool}"
     private = own.rss - shared_bytes(stack, "gpu_worker")
