@@ -110,10 +110,18 @@ class Nemesis:
         self.lives, self.history, self.run_dir, self.failpoints = lives, history, run_dir, failpoints
         self.armed: list[str] = []  # names of failpoints
 
-    async def run(self, faults: list[Fault]) -> None:
+    async def run(self, faults: list[Fault], seconds: float) -> None:
+        """Those that can be done before `seconds` have passed."""
+        last = late = 0.0
         for fault in faults:
-            await asyncio.sleep(max(0.0, fault.at_s - self.history.now))
+            await asyncio.sleep(max(0.0, fault.at_s + late - self.history.now))
+            while fault.calm and self.history.token_at <= last and self.history.now < seconds:
+                await asyncio.sleep(LOOK_S)
+            late = max(late, self.history.now - fault.at_s)
+            if self.history.now > seconds:
+                return
             self._do(fault)
+            last = self.history.now
 
     async def end(self) -> None:
         """Nobody is stopped, nothing armed any more."""

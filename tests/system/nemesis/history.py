@@ -12,6 +12,7 @@ class History:
         self.events: list[dict] = []
         self._file = path.open("w") if path else None
         self._began = time.monotonic()
+        self.token_at = 0.0  # the newest
 
     @property
     def now(self) -> float:
@@ -20,6 +21,8 @@ class History:
     def record(self, event: str, **fields: object) -> None:
         entry = {"t": self.now, "event": event, **fields}
         self.events.append(entry)
+        if event == "tokens":
+            self.token_at = entry["t"]
         if self._file:
             self._file.write(json.dumps(entry) + "\n")
 

@@ -2,7 +2,7 @@
 
 from random import Random
 
-from msgspec import Struct
+from msgspec import Struct, structs
 
 from wire.failpoints import POINTS
 from wire.messages import Sampling
@@ -15,7 +15,8 @@ ZEROMQ_CLIENTS, HTTP_CLIENTS = 6, 3
 
 
 class Fault(Struct, frozen=True):
-    """`for_s`: how long a stop, a denial or a corruption lasts. `seed`: of what a corruption hits, and which of two workers."""
+    """`calm`: it waits until tokens have come since the one before it, and so do those behind it. `for_s`: how long a stop, a
+    denial or a corruption lasts. `seed`: of what a corruption hits, and which of two workers."""
 
     at_s: float
     kind: str
@@ -23,6 +24,7 @@ class Fault(Struct, frozen=True):
     action: str = ""  # of a failpoint
     for_s: float = 0.0
     seed: int = 0
+    calm: bool = False
 
 
 class Ask(Struct, frozen=True):
@@ -45,7 +47,8 @@ def faults(seed: int, seconds: float) -> list[Fault]:
     found: list[Fault] = []
     at_s = random.uniform(0.2, 0.8)
     while at_s < seconds - 0.5:
-        found.append(_fault(random, round(at_s, 3)))
+        calm = random.random() < 0.75
+        found.append(structs.replace(_fault(random, round(at_s, 3)), calm=calm))
         at_s += random.uniform(0.0, 0.2) if random.random() < 0.25 else random.uniform(0.3, 3.0)
     return found
 

@@ -149,7 +149,7 @@ async def _run(server: Server, seed: int, seconds: float, history: History) -> N
         async with asyncio.TaskGroup() as group:
             for client in clients:
                 group.create_task(client)
-            await nemesis.run(plan.faults(seed, seconds))
+            await nemesis.run(plan.faults(seed, seconds), seconds)
             await nemesis.end()
         sampling.cancel()
         await _quiet(server, lives, history)
