@@ -14,6 +14,7 @@ from wire.footprint import (
     Footprint,
     file_bytes,
     footprint,
+    sized,
     matrix_bytes,
     value_bytes,
 )
@@ -66,7 +67,12 @@ def plan(config: Config, card_bytes: int | None) -> int:
 
 
 def make_plan(config: Config, card_bytes: int | None) -> Plan:
-    """ConfigError if a pool of all that fits is wanted and nothing says how much that is."""
+    """ConfigError if it is not said how much memory a card has, or if there is none in the plan."""
+    cards = sum(device.startswith("cuda") for device in devices(config.device).values())
+    if cards and card_bytes is None:
+        raise ConfigError(f"--device {config.device}: say how much memory is free on a card with --card-memory, e.g. 141GB")
+    if card_bytes is not None and config.device != "auto" and cards < len(devices(config.device)):
+        raise ConfigError(f"--device {config.device}: with --card-memory all devices are cards")
     files = find_model(config.model)
     wanted = draft_length(config.draft)
     draft = (DRAFT_AUTO if wanted is None else wanted) if files.spec.mtp else 0
@@ -77,7 +83,7 @@ def make_plan(config: Config, card_bytes: int | None) -> Plan:
     cells = config.ctx // BLOCK_SIZE * BLOCK_SIZE
     if not cells:
         if card_bytes is None:
-            raise ConfigError("--ctx 0 is all that fits on a card: say how much that is with --card-memory, e.g. 141GB")
+            raise ConfigError("--ctx 0 is all that fits on a card: say how much memory that has with --card-memory, e.g. 141GB")
         room = int(card_bytes * config.gpu_memory) - weights - state_slots * found.state_bytes
         cells = max(0, min(room // found.block_bytes - 1, MOST_BLOCKS)) * BLOCK_SIZE
     budget = budget_bytes(config.park_ram, total_bytes())[0]
@@ -92,21 +98,21 @@ def told(plan: Plan) -> list[str]:
     one = 2 * spec.kv_layers * spec.num_kv_heads * spec.head_dim * size
     layers = f"{spec.kv_layers} layers" + (" (the head's is one)" if spec.mtp else "")
     lines = [
-        ("model", f"{plan.files.name}: {spec.num_layers} layers, context {spec.max_context}, {_mib(file_bytes(plan.files))}"),
-        ("weights", f"about {_mib(plan.weight_bytes)}, {_kind(plan)}" + (", with the head that drafts" if plan.draft else "")),
+        ("model", f"{plan.files.name}: {spec.num_layers} layers, context {spec.max_context}, {sized(file_bytes(plan.files))}"),
+        ("weights", f"about {sized(plan.weight_bytes)}, {_kind(plan)}" + (", with the head that drafts" if plan.draft else "")),
         ("cell", f"2 (keys, values) x {layers} x {spec.num_kv_heads} heads x {spec.head_dim} x {size} bytes = {one} bytes"),
         ("block", f"{BLOCK_SIZE} cells x {one}" + (" + a hidden row" if spec.mtp else "") + f" = {found.block_bytes} bytes"),
-        ("pool", f"({plan.pool_cells // BLOCK_SIZE} blocks + 1) x {found.block_bytes} = {_mib(plan.pool_bytes)}"),
+        ("pool", f"({plan.pool_cells // BLOCK_SIZE} blocks + 1) x {found.block_bytes} = {sized(plan.pool_bytes)}"),
     ]  # fmt: skip
     if plan.state_slots:
         lines.append((
-            "states", f"({config.slots} slots + {PARKING_SLOTS}) x {found.state_bytes} bytes = {_mib(plan.states_bytes)}, "
+            "states", f"({config.slots} slots + {PARKING_SLOTS}) x {found.state_bytes} bytes = {sized(plan.states_bytes)}, "
                       "whatever the lengths",
         ))  # fmt: skip
     longest = min(plan.pool_cells, spec.max_context)
     lines += [("a park", _park(found, cells)) for cells in sizes(longest) if cells]
     lines += [
-        ("budget", f"--park-ram {config.park_ram} = {_mib(plan.budget)}; the largest park: {cells_of(found, plan.budget)} cells"),
+        ("budget", f"--park-ram {config.park_ram} = {sized(plan.budget)}; largest park: {cells_of(found, plan.budget)} cells"),
         ("memory", _memory(plan)),
     ]  # fmt: skip
     hello = _hello(plan, longest)
@@ -121,10 +127,10 @@ def shortages(plan: Plan, available: int) -> list[str]:
         need = plan.weight_bytes + plan.pool_bytes + plan.states_bytes
         if need > share or not plan.pool_cells:
             found.append(
-                f"weights, pool and states need {_mib(need)} of a card, its share is {_mib(share)}; lower --ctx or --slots"
+                f"weights, pool and states need {sized(need)} of a card, its share is {sized(share)}; lower --ctx or --slots"
             )
     elif (need := _host_bytes(plan)) > available:
-        found.append(f"{_mib(need)} are needed and {_mib(available)} are available here; lower --ctx, --slots or --park-ram")
+        found.append(f"{sized(need)} are needed and {sized(available)} are available; lower --ctx, --slots or --park-ram")
     return found
 
 
@@ -158,23 +164,23 @@ def _park(found: Footprint, cells: int) -> str:
     state = f" + {units} of state" if units else ""
     return (
         f"{cells} cells: ({blocks} blocks{state}) x {found.unit_bytes} bytes (a block in whole pages) = "
-        f"{_mib(found.image_bytes(cells))}"
+        f"{sized(found.image_bytes(cells))}"
     )
 
 
 def _memory(plan: Plan) -> str:
-    parts = f"weights {_mib(plan.weight_bytes)}, pool {_mib(plan.pool_bytes)}"
+    parts = f"weights {sized(plan.weight_bytes)}, pool {sized(plan.pool_bytes)}"
     if plan.states_bytes:
-        parts += f", states {_mib(plan.states_bytes)}"
+        parts += f", states {sized(plan.states_bytes)}"
     if plan.card_bytes is not None:
         return (
-            f"of the card {parts}, beside them some hundred MiB of workspace; of the host the budget {_mib(plan.budget)} "
-            f"and about {_mib(_host_bytes(plan) - plan.budget)}"
+            f"of the card {parts}, beside them some hundred MiB of workspace; of the host the budget {sized(plan.budget)} "
+            f"and about {sized(_host_bytes(plan) - plan.budget)}"
         )
     each = f"{plan.workers} workers with " if plan.workers > 1 else ""
     return (
-        f"{each}{parts}, about {_mib(PROCESS_BYTES)} more for a worker and {_mib(SMALL_BYTES)} for router and HTTP, "
-        f"at most {_mib(plan.budget)} for the host cache: {_mib(_host_bytes(plan))}"
+        f"{each}{parts}, about {sized(PROCESS_BYTES)} more for a worker and {sized(SMALL_BYTES)} for router and HTTP, "
+        f"at most {sized(plan.budget)} for the host cache: {sized(_host_bytes(plan))}"
     )
 
 
@@ -197,7 +203,3 @@ def _hello(plan: Plan, longest: int) -> Hello:
         draft_note="" if plan.draft else "--draft 0" if plan.files.spec.mtp else f"{plan.files.name} has no head that drafts",
         reuse=not config.no_reuse and plan.files.spec.delta is None,
     )  # fmt: skip
-
-
-def _mib(nbytes: int) -> str:
-    return f"{nbytes / 2**20:.1f} MiB"

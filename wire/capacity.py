@@ -6,7 +6,7 @@ The lines of the policies are those of `gpu_worker/policy/policies.py`; tests/wi
 from collections.abc import Iterator
 
 from wire.config import Config, devices
-from wire.footprint import BLOCK_SIZE, PARKING_SLOTS, Footprint
+from wire.footprint import BLOCK_SIZE, PARKING_SLOTS, Footprint, sized
 from wire.messages import Hello, WorkerStatus
 
 ENTER_AHEAD = 64  # steps for which there must be room when somebody comes in
@@ -81,7 +81,7 @@ def refused(
     elif budget_bytes is None:
         yield "saved parks: no host cache answers; every park is computed again until one does"
     elif found.image_bytes(1) > budget_bytes:
-        why = "the budget is 0" if not budget_bytes else f"one block of an image takes {_mib(found.image_bytes(1))}"
+        why = "the budget is 0" if not budget_bytes else f"one block of an image takes {sized(found.image_bytes(1))}"
         yield f"saved parks: {why}; every park is computed again"
     elif found.image_bytes(longest) > budget_bytes:
         most = cells_of(found, budget_bytes)
@@ -101,11 +101,11 @@ def sizes(longest: int) -> list[int]:
 
 def _pool(worker: Hello | WorkerStatus, found: Footprint) -> str:
     text = (
-        f"{worker.pool_cells} cells, {worker.pool_cells // BLOCK_SIZE} blocks of {BLOCK_SIZE}, in {_mib(worker.pool_bytes)}: "
+        f"{worker.pool_cells} cells, {worker.pool_cells // BLOCK_SIZE} blocks of {BLOCK_SIZE}, in {sized(worker.pool_bytes)}: "
         f"{found.cell_bytes / 1024:.1f} KiB a cell"
     )
     if worker.state_bytes:
-        text += f"; beside it {worker.state_slots} recurrent states of {_mib(worker.state_bytes)}"
+        text += f"; beside it {worker.state_slots} recurrent states of {sized(worker.state_bytes)}"
     return text
 
 
@@ -120,12 +120,12 @@ def _budget(worker: Hello | WorkerStatus, config: Config, found: Footprint, long
     if budget_bytes is None:
         return "not known: no host cache answers"
     if config.park_mode == "recompute" or not budget_bytes:
-        return f"{_mib(budget_bytes)}: no park is saved"
+        return f"{sized(budget_bytes)}: no park is saved"
     parks = ", ".join(
-        f"{budget_bytes // (each := found.image_bytes(cells))} of {cells} cells ({_mib(each)} each)" for cells in sizes(longest)
+        f"{budget_bytes // (each := found.image_bytes(cells))} of {cells} cells ({sized(each)} each)" for cells in sizes(longest)
     )
     shared = f", shared by {workers} workers," if (workers := len(devices(config.device))) > 1 else ""
-    return f"{_mib(budget_bytes)}{shared} holds so many parks: {parks}"
+    return f"{sized(budget_bytes)}{shared} holds so many parks: {parks}"
 
 
 def _rollback(worker: Hello | WorkerStatus, found: Footprint) -> str:
@@ -135,7 +135,3 @@ def _rollback(worker: Hello | WorkerStatus, found: Footprint) -> str:
     if worker.state_bytes:
         text += f"; a state takes back as many from its log, and {PARKING_SLOTS} more states let parks be saved beside full seats"
     return text
-
-
-def _mib(nbytes: int) -> str:
-    return f"{nbytes / 2**20:.1f} MiB"

@@ -50,6 +50,11 @@ def footprint(spec: ModelSpec, value_bytes: int, draft_most: int) -> Footprint:
     return Footprint(_block_bytes(spec, value_bytes), state, spec.max_context)
 
 
+def sized(nbytes: int) -> str:
+    """A size for people."""
+    return f"{nbytes / 2**30:.1f} GiB" if nbytes >= 10 * 2**30 else f"{nbytes / 2**20:.1f} MiB"
+
+
 def value_bytes(dtype: str) -> int:
     """Bytes of one key or value with this `--dtype`."""
     return 4 if dtype == "f32" else 2

@@ -54,7 +54,7 @@ def test_what_does_not_fit_is_told_with_status_1(monkeypatch: pytest.MonkeyPatch
     result = run("--model", "bard", "--park-ram", "64MiB")
     assert result.exit_code == 1
     assert "does not fit: " in result.output
-    assert "512.0 MiB are available here" in result.output
+    assert "512.0 MiB are available" in result.output
 
 
 def test_a_card_that_is_filled_and_one_that_is_too_small() -> None:
