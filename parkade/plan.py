@@ -14,8 +14,8 @@ from wire.footprint import (
     Footprint,
     file_bytes,
     footprint,
-    sized,
     matrix_bytes,
+    sized,
     value_bytes,
 )
 from wire.memory import budget_bytes, total_bytes
