@@ -30,6 +30,7 @@ from wire.model_spec import ModelSpec, tensor_shapes
 BLOCK_SIZE = 16
 OLDEST = 80  # compute capability 8.0: asynchronous copies and bf16 on tensor cores
 MOST_BLOCKS = 1 << 21  # of a pool that takes all there is: each block has a place in the scheduler's lists
+LESS = "--gpu-memory, --ctx, --slots or --step-tokens"  # what makes its share, or the workspace of a step, smaller
 
 log = logging.getLogger("parkade")
 
@@ -105,7 +106,7 @@ def engine_on(opened: OpenCard, config: Config, files: ModelFiles, draft_max: in
         return engine_of(opened, config, spec, Weights(files), draft_max, state_slots, step_rows)
     except torch.OutOfMemoryError:
         free = opened.card.memory()[0]
-        raise ConfigError(f"{_share(opened, config)}: its memory ran out with {_mib(free)} left; lower --gpu-memory") from None
+        raise ConfigError(f"{_share(opened, config)}: its memory ran out with {_mib(free)} left; lower {LESS}") from None
 
 
 def engine_of(
