@@ -199,6 +199,21 @@ def sim(journal: str | None, **options: object) -> None:
 sim_options(sim)
 
 
+@main.command()
+@click.argument("file", type=click.Path(dir_okay=False))
+def keygen(file: str) -> None:
+    """Make a pair of CURVE keys for --listen, or for a client: the secret one goes to FILE, the public one is printed."""
+    from wire.keys import new_pair
+
+    public, secret = new_pair()
+    try:
+        with open(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600), "wb") as new:
+            new.write(secret + b"\n")
+    except OSError as error:
+        raise OneLine(f"{file}: {error.strerror}") from None
+    click.echo(public.decode())
+
+
 @main.group()
 def systemd() -> None:
     """Serve under systemd: install the units, or pack them."""

@@ -19,7 +19,7 @@ from wire.service import USER_ERROR, log, notify
 
 POLL_S = 0.1
 ASK_S = 5.0
-KEEPERS = ("openai",)  # of files that a SIGHUP has read again
+KEEPERS = ("openai", "router")  # of files that a SIGHUP has read again
 
 
 def serve(config: Config) -> int:

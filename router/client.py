@@ -59,13 +59,15 @@ class RejectedError(Exception):
 
 class Client:
     """A connection to a router: `async with Client("ipc://RUN_DIR/client.sock") as client`. One event loop, one socket.
+    From another machine: `Client("tcp://HOST:PORT", curve=(PUBLIC KEY OF THE SERVER, OWN SECRET KEY))`.
 
     What is sent while the router is away waits for it. Streams that were running when the router vanished end with
     `Finished(reason="error", code="router_lost")`.
     """
 
-    def __init__(self, address: str, context: zmq.Context | None = None) -> None:
+    def __init__(self, address: str, context: zmq.Context | None = None, curve: tuple[bytes, bytes] | None = None) -> None:
         self._address = address
+        self._curve = curve
         self._context = context or zmq.Context.instance()
         self._streams: dict[str, Stream] = {}
         self._questions: dict[str, asyncio.Future[Status]] = {}
@@ -77,7 +79,7 @@ class Client:
 
     async def __aenter__(self) -> "Client":
         self._loop = asyncio.get_running_loop()
-        self._socket = dealer_socket(self._context, self._address)
+        self._socket = dealer_socket(self._context, self._address, curve=self._curve)
         self._monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
         self._open = True
         self._loop.add_reader(self._socket.getsockopt(zmq.FD), self._receive)

@@ -10,6 +10,11 @@ from wire.codec import pack
 from wire.messages import HoldAnswer, Park, Resume
 
 
+def unknown(message: Park | Resume) -> HoldAnswer:
+    """The answer where nobody has that id, or not this client."""
+    return HoldAnswer(message.request_id, "unknown_request", "no living request has this id", ask=message.ask)
+
+
 class Holds:
     """Appends to `out`, the ledger's list of actions. `requests` and `fleet` are the ledger's own, to be looked into."""
 
@@ -25,8 +30,7 @@ class Holds:
         """What a client says. Whatever `reason` it gives: only we park for want of credit."""
         request = self._requests.get(message.request_id)
         if request is None:
-            why = "no living request has this id"
-            self._answer(client, HoldAnswer(message.request_id, "unknown_request", why, ask=message.ask))
+            self._answer(client, unknown(message))
         elif isinstance(message, Park):
             self._park(request, client, message, now)
         else:

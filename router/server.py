@@ -8,9 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import zmq
+from msgspec.structs import replace
 from zmq.utils.monitor import recv_monitor_message
 
 from router.actions import Action, ToClient
+from router.gate import Gate, guest_of, may_say
+from router.holds import unknown
 from router.hostcache_link import HostCacheLink
 from router.keys import NO_LIMITS, KeyLimits
 from router.ledger import Ledger
@@ -19,7 +22,20 @@ from router.outlet import Outlet
 from router.status import status_of
 from wire import failpoints, sockets
 from wire.codec import Decoder, ProtocolError, pack
-from wire.messages import Accepted, ClientToRouter, Finished, GetStatus, Rejected, Submit, Tokens, WorkerToRouter
+from wire.config import ConfigError
+from wire.messages import (
+    Accepted,
+    ClientToRouter,
+    Finished,
+    Generate,
+    GetStatus,
+    Park,
+    Rejected,
+    Resume,
+    Submit,
+    Tokens,
+    WorkerToRouter,
+)
 from wire.service import log, notify, passed_sockets
 
 TICK_S = 0.05
@@ -38,14 +54,17 @@ _WORKERS: Decoder[WorkerToRouter] = Decoder(WorkerToRouter)
 class Server:
     """Owns both ROUTER sockets and the ledger. `run` returns when a drain is done."""
 
-    def __init__(self, run_dir: str | Path, max_queued: int, drain_s: float, limits: KeyLimits = NO_LIMITS) -> None:
+    def __init__(
+        self, run_dir: str | Path, max_queued: int, drain_s: float, limits: KeyLimits = NO_LIMITS, gate: Gate | None = None
+    ) -> None:
         self.ledger = Ledger(max_queued, lambda: secrets.randbits(63), limits)
+        self._gate = gate
         self._run_dir = Path(run_dir)
         self._drain_s = drain_s
         self._metrics = Metrics(self.ledger)
         self._hostcache = HostCacheLink(sockets.hostcache_path(run_dir))
         self._bad = {"client": Counter[bytes](), "worker": Counter[bytes]()}
-        self._questions: list[tuple[bytes, GetStatus]] = []
+        self._questions: list[tuple[bytes, GetStatus, str]] = []  # with the name of the guest
         self._asked = asyncio.Event()
         self._turn_due = self._probe_due = self._retry_due = self._closed = False
         self._watchdog_at = 0.0
@@ -55,11 +74,30 @@ class Server:
         context = zmq.Context.instance()
         self._passed = {f"ipc://{passed.getsockname()}": passed.detach() for passed in passed_sockets()}
         self._clients, self._workers = (
-            sockets.router_socket(context, address, self._passed.get(address))
-            for address in (sockets.client_address(self._run_dir), sockets.worker_address(self._run_dir))
+            sockets.router_socket(context, address, self._passed.get(address), handover)
+            for address, handover in (
+                (sockets.client_address(self._run_dir), False),  # a client must not be able to take another's place
+                (sockets.worker_address(self._run_dir), True),
+            )
         )
         self._monitors = [socket.get_monitor_socket(zmq.EVENT_DISCONNECTED) for socket in (self._clients, self._workers)]
         self._to_clients, self._to_workers = Outlet(self._clients), Outlet(self._workers)
+
+    def open_gate(self) -> None:
+        """Let clients come in by TCP, too. zmq.ZMQError if the address is not to be had."""
+        if self._gate is not None:
+            self._gate.open(zmq.Context.instance(), self._clients)
+
+    def read_again(self) -> None:
+        """Take the list of clients as it is now."""
+        if self._gate is None:
+            return
+        try:
+            self._gate.reload()
+        except ConfigError as error:
+            log.error("the list of clients from before stays in force: %s", error)
+        else:
+            log.info("the list of clients was read again: %d keys", len(self._gate))
 
     async def run(self) -> None:
         """Serve on the open sockets until a drain has ended. Whatever goes wrong in a callback is raised here: a bug ends
@@ -68,9 +106,13 @@ class Server:
         self._done = self._loop.create_future()
         self._loop.set_exception_handler(self._failed)
         readers = [(self._clients, self._turn), (self._workers, self._turn), *((m, self._watch) for m in self._monitors)]
+        if self._gate is not None:
+            readers.append((self._gate.asked, self._gate.answer))
         for socket, callback in readers:
             self._loop.add_reader(socket.getsockopt(zmq.FD), callback)
         self._watch()  # a monitor's FD is silent until the first look finds nothing
+        if self._gate is not None:
+            self._gate.answer()
         tasks = [asyncio.create_task(self._answer_questions()), asyncio.create_task(self._tick())]
         notify("READY=1\nSTATUS=serving")
         try:
@@ -105,6 +147,8 @@ class Server:
 
     def _close(self) -> None:
         self._hostcache.close()
+        if self._gate is not None:
+            self._gate.close()
         for socket, monitor, name in zip(
             (self._clients, self._workers), self._monitors, ("client.sock", "worker.sock"), strict=True
         ):
@@ -151,9 +195,13 @@ class Server:
     def _drain_clients(self, now: float) -> int:
         for count in range(BATCH):
             try:
-                identity, *parts = self._clients.recv_multipart(zmq.NOBLOCK)
+                frames = self._clients.recv_multipart(zmq.NOBLOCK, copy=self._gate is None)
             except zmq.Again:
                 return count
+            guest = ""
+            if self._gate is not None:
+                guest, frames = guest_of(frames), [frame.bytes for frame in frames]
+            identity, *parts = frames
             if self._bad["client"].get(identity, 0) >= MAX_BAD_FRAMES:
                 continue
             try:
@@ -164,9 +212,14 @@ class Server:
                 continue
             if isinstance(message, GetStatus):
                 if len(self._questions) < MAX_QUESTIONS:
-                    self._questions.append((identity, message))
+                    self._questions.append((identity, message, guest))
                 self._asked.set()
+            elif guest and not may_say(identity, message, self.ledger.requests):
+                if isinstance(message, Park | Resume):
+                    self._to_client(identity, pack(unknown(message)), now)
             else:
+                if guest and isinstance(message, Generate):
+                    message = replace(message, key=guest)
                 self._act(self.ledger.from_client(identity, message, now), now)
         return BATCH
 
@@ -269,8 +322,9 @@ class Server:
             budget = await self._hostcache.budget()
             now = time.monotonic()
             status = status_of(self.ledger, budget, self._metrics.text(budget, now), now)
-            for client, question in questions:
-                self._to_client(client, pack(status(question.request_id)), now)
+            for client, question, guest in questions:
+                answer = status(question.request_id)
+                self._to_client(client, pack(replace(answer, slots=[]) if guest else answer), now)
             self._turn_soon()
 
 

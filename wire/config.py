@@ -60,6 +60,9 @@ class Config(Struct, frozen=True, forbid_unknown_fields=True):
     host: Annotated[str, Meta(description="address of the HTTP adapter")] = "127.0.0.1"
     port: Annotated[int, Meta(ge=0, le=65535, description="port of the HTTP adapter (0: a free one)")] = 8080
     run_dir: Annotated[str, Meta(description="folder of the sockets (default: a fresh one, mode 0700)")] = ""
+    listen: Annotated[str, Meta(description="TCP address for ZeroMQ clients too, like tcp://10.0.0.1:5555 (default: none)")] = ""
+    curve_file: Annotated[str, Meta(description="file with the server's secret CURVE key, see `parkade keygen` (--listen)")] = ""
+    curve_clients: Annotated[str, Meta(description="file with NAME and public CURVE key of each client that may connect")] = ""
     drain_s: Annotated[float, Meta(ge=0, le=86400, description="seconds that streams get to finish on SIGTERM")] = 30.0
     api_key_file: Annotated[str, Meta(description="file with an API key a line, KEY or NAME KEY (without: none is needed)")] = ""
     admin_key_file: Annotated[str, Meta(description="the same for /slots and parks (no key file: for this machine only)")] = ""

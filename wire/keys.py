@@ -46,8 +46,10 @@ def read_allowed(path: str, flag: str) -> dict[bytes, str]:
 
 
 def read_secret(path: str, flag: str) -> bytes:
-    """The secret CURVE key in the file, as text. ConfigError as of read_keys, or if it is not one key alone."""
+    """The secret CURVE key in the file, as text. ConfigError as of read_keys, or if it is not one key alone, or everybody's."""
     keys = list(read_keys(path, flag))
+    if Path(path).stat().st_mode & 0o007:
+        raise ConfigError(f"{flag} {path}: every user can read or change it; chmod 600 it")
     if len(keys) != 1:
         raise ConfigError(f"{flag} {path}: it holds {len(keys)} keys instead of one")
     curve_key(keys[0], flag, path)
