@@ -5,6 +5,7 @@ toolkit. The wheel goes to FOLDER; if it is there already, nothing is done; --fi
 install pycuda` needs the driver's library and cuRAND to link against: a stub stands in for the one, the other is left out.
 """
 
+import argparse
 import os
 import shutil
 import subprocess
@@ -115,7 +116,11 @@ def _cannot(reason: str) -> int:
 
 
 if __name__ == "__main__":
-    if sys.argv[1] == "--find":
-        print(wheel(Path(sys.argv[2])) or "")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path, help="where the wheel is put")
+    parser.add_argument("--find", action="store_true", help="only print the wheel that is there, if any")
+    options = parser.parse_args()
+    if options.find:
+        print(wheel(options.folder) or "")
     else:
-        sys.exit(main(Path(sys.argv[1])))
+        sys.exit(main(options.folder))

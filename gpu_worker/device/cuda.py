@@ -218,5 +218,5 @@ def _driver(index: int) -> Any:
     except drv.Error as error:
         raise ConfigError(f"{device}: {error}; or choose --device cpu") from None
     if not index < count:
-        raise ConfigError(f"{device}: this machine has {count} card(s), cuda:0 to cuda:{count - 1}")
+        raise ConfigError(f"{device}: this machine has {count} card(s), counted from cuda:0; or choose --device cpu")
     return drv

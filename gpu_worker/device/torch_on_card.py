@@ -16,9 +16,10 @@ def prepare(index: int) -> None:
     """Before a Card is opened: torch makes the context that both share. ConfigError, in one line, if it cannot."""
     device = f"--device cuda:{index}"
     if not torch.cuda.is_available():
-        raise ConfigError(f"{device}: torch {torch.__version__} finds no CUDA; install a CUDA build of torch")
+        lacks = "finds no NVIDIA driver or no card" if torch.version.cuda else "is a build without CUDA; install one with it"
+        raise ConfigError(f"{device}: torch {torch.__version__} {lacks}; or choose --device cpu")
     if not index < (count := torch.cuda.device_count()):
-        raise ConfigError(f"{device}: this machine has {count} card(s), cuda:0 to cuda:{count - 1}")
+        raise ConfigError(f"{device}: this machine has {count} card(s), counted from cuda:0; or choose --device cpu")
     try:
         torch.cuda.init()
         torch.cuda.set_device(index)

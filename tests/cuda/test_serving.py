@@ -181,7 +181,7 @@ def test_a_card_that_is_not_there_is_one_line(tmp_path):
     with pytest.raises(AssertionError, match="serve said") as caught:
         CardStack(tmp_path, "lazy", device="cuda:2")
     lines = str(caught.value).splitlines()
-    assert "error: --device cuda:2: this machine has 1 card(s), cuda:0 to cuda:0" in lines
+    assert "error: --device cuda:2: this machine has 1 card(s), counted from cuda:0; or choose --device cpu" in lines
     assert not [line for line in lines if "Traceback" in line or "PyCUDA ERROR" in line]
 
 

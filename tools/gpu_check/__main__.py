@@ -23,7 +23,7 @@ from gpu_worker.on_card import OpenCard, open_card, place_of
 from tools.gpu_check import basics, serving, speed
 from tools.gpu_check.figures import Figure, Section, held
 from tools.gpu_check.random_model import qwen35_4b, tiny
-from wire.config import Config
+from wire.config import Config, ConfigError
 
 LIMIT_S = 230
 ROOT = Path(__file__).resolve().parents[2]
@@ -50,8 +50,11 @@ SMALL = Size(tiny(), 8.0, (256,), 40, 100, 256, 4, 12)
 
 def kernels_on_card(size: Size) -> Iterator[Figure]:
     """The kernels' own tests on the card, against the same references."""
-    done = pytest_on_card([], KERNEL_TESTS if size is FULL else KERNEL_TESTS[:1], limit_s=60)
-    yield held("every kernel equals its reference on the card", passed(done), _last(done))
+    tests = KERNEL_TESTS if size is FULL else KERNEL_TESTS[:1]
+    done = pytest_on_card([], tests, limit_s=60)
+    yield held(
+        f"kernels equal their references on the card, {len(tests)} of {len(KERNEL_TESTS)} files", passed(done), _last(done)
+    )
 
 
 def sanitized() -> Iterator[Figure]:
@@ -159,7 +162,11 @@ def main() -> int:
     parser.add_argument("--json", type=Path, help="file for the figures")
     parser.add_argument("--small", action="store_true", help="a tiny model and short tests")
     options = parser.parse_args()
-    opened = open_card(0)
+    try:
+        opened = open_card(0)
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
     try:
         found = run(opened, SMALL if options.small else FULL)
     finally:
