@@ -22,10 +22,11 @@ def names_in(path: str) -> dict[str, bool]:
     """Name -> whether it is for the long tier. A state machine counts by its name too."""
     tree = ast.parse((ROOT / path).read_text())
     found = {}
+    whole = "mark.long" in "".join(ast.unparse(node) for node in tree.body if "pytestmark" in ast.unparse(node))
     for node in tree.body:
         match node:
             case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) | ast.ClassDef(name=name):
-                found[name] = any("mark.long" in ast.unparse(mark) for mark in node.decorator_list)
+                found[name] = whole or any("mark.long" in ast.unparse(mark) for mark in node.decorator_list)
             case ast.Assign(targets=[ast.Name(name)]):
                 found[name] = False
     return {name: is_long for name, is_long in found.items() if name.lower().startswith("test")}
