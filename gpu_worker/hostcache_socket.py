@@ -43,7 +43,10 @@ class HostCacheSocket:
 
     def connect(self) -> bool:
         """Try to connect, without waiting."""
-        sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC)
+        try:
+            sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC)
+        except OSError:  # no descriptor is free
+            return False
         try:
             code = sock.connect_ex(self._path)
         except OSError as error:  # a path that is too long

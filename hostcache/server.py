@@ -27,6 +27,7 @@ from wire.sockets import MAX_IPC_PATH_CHARS
 
 MAX_PEERS = 256
 MAX_OUTBOX = 1024  # messages for a peer that does not read, beside what its socket holds; then it is cut off
+DEAF_S = 0.5  # without a free descriptor nobody is let in for so long
 MAX_TURN = 1024  # datagrams read from one peer in a turn: more than its socket holds
 
 _FAILPOINTS: dict[type[Message], str] = {Reserve: "reserve", Commit: "commit", Release: "release", Granted: "grant"}
@@ -103,6 +104,7 @@ class Server:
         self._decoder: Decoder[ToHostCache] = Decoder(ToHostCache)
         self._askers: list[Peer] = []
         self._next_peer = 1
+        self._deaf_until: float | None = None
         self._selector = selectors.DefaultSelector()
         self._selector.register(listener, selectors.EVENT_READ, None)
 
@@ -117,7 +119,9 @@ class Server:
             signal.signal(number, self._stop)
         watchdog_s = int(os.environ.get("WATCHDOG_USEC", "0")) / 3e6  # systemd wants a sign of life; 0: nobody does
         while not self.stopping:
-            waits = [s for s in (self.budget.wait_s(time.monotonic()), watchdog_s or None) if s is not None]
+            now = time.monotonic()
+            deaf_s = None if self._deaf_until is None else max(0.0, self._deaf_until - now)
+            waits = [s for s in (self.budget.wait_s(now), watchdog_s or None, deaf_s) if s is not None]
             self._turn(self._selector.select(min(waits, default=None)))
             if watchdog_s:
                 notify("WATCHDOG=1")
@@ -140,6 +144,9 @@ class Server:
                     self._flush(key.data)
                 if events & selectors.EVENT_READ:
                     self._read(key.data)
+        if self._deaf_until is not None and time.monotonic() >= self._deaf_until:
+            self._deaf_until = None
+            self._selector.register(self.listener, selectors.EVENT_READ, None)
         if self._askers:
             self._answer()
         self._act(self.budget.tick(time.monotonic()))
@@ -148,9 +155,10 @@ class Server:
         try:
             sock, _ = self.listener.accept()
         except OSError as error:
-            if error.errno in (errno.EMFILE, errno.ENFILE):  # cannot happen below MAX_PEERS unless the limit is tiny
-                raise
-            return  # gone before it was taken
+            if error.errno in (errno.EMFILE, errno.ENFILE):  # it would be ready again at once, for ever
+                self._selector.unregister(self.listener)
+                self._deaf_until = time.monotonic() + DEAF_S
+            return  # else gone before it was taken
         sock.setblocking(False)
         _, uid, _ = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
         if uid != os.getuid() or len(self.peers) >= MAX_PEERS:
