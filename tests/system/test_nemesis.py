@@ -90,7 +90,7 @@ LOST = {"outcome": "lost", "code": "router_lost"}
             lambda events: (events[5].update(LOST), events.append({"t": 0.3, "event": "died", "process": "gpu_worker"})),
             "with lost",
         ),
-        (lambda events: (events[5].update(LOST), events.append({"t": 9.9, "event": "died", "process": "router"})), "with lost"),
+        (lambda events: (events[5].update(LOST), events.append({"t": 19.9, "event": "died", "process": "router"})), "with lost"),
         (set_(3, used=65), "held 64, used 65"),
         (set_(3, held=101), "held 101"),
         (set_(6, left={"used bytes": 4096}), "used bytes is 4096"),

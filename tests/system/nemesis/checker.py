@@ -9,7 +9,7 @@
 
 from collections.abc import Callable, Iterable
 
-AROUND_S = 1.0  # between a death and what clients see of it
+AROUND_S = 5.0  # between a death and what clients see of it; on a busy machine a death is seen late itself
 BACK_S = 30.0  # after a death, until which a new process may not answer yet
 
 Texts = Callable[[dict], list[int]]  # of a submit event: the whole undisturbed text
