@@ -1,4 +1,4 @@
-"""docs/guarantees.md names tests that are there, and no promise stands without one."""
+"""docs/guarantees.md and docs/faults.md name tests that are there, and no promise stands without one."""
 
 import ast
 import re
@@ -8,7 +8,9 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 PAGE = (ROOT / "docs" / "guarantees.md").read_text()
+FAULTS = (ROOT / "docs" / "faults.md").read_text()
 _TEST = re.compile(r"`(tests/[\w/]+\.py)::(\w+)`")
+_ROW = re.compile(r"^\| (\d+) \| ([^|]+) \| ([^|]*)\| ([^|]*)\| ([^|]*)\|$", re.MULTILINE)
 _LINE = re.compile(r"^- `(tests/[\w/]+\.py)::(\w+)`( \(long\))?(: .+)?$")
 
 
@@ -45,10 +47,21 @@ def test_a_promise_names_tests_that_are_there(heading: str) -> None:
 
 
 def test_every_test_that_is_named_anywhere_is_there() -> None:
-    named = _TEST.findall(PAGE)
+    named = _TEST.findall(PAGE + FAULTS)
     assert len(named) > 50
     assert [f"{path}::{name}" for path, name in named if name not in names_in(path)] == []
 
 
 def test_the_promises_are_numbered() -> None:
     assert [heading.split(".")[0] for heading in sections()] == [f"G{n}" for n in range(1, len(sections()) + 1)]
+
+
+def test_every_row_of_faults_names_a_test_or_says_that_it_is_open() -> None:
+    rows = _ROW.findall(FAULTS)
+    assert [int(number) for number, *_ in rows] == list(range(1, 29))
+    for number, _, promise, shown, left in rows:
+        assert _TEST.search(shown) or left.strip(), f"row {number} has neither"
+        assert bool(promise.strip()) == bool(_TEST.search(shown)), f"row {number}: a promise without a test, or a test of none"
+        for path, name in _TEST.findall(shown):
+            is_long = f"`{path}::{name}` (long)" in shown
+            assert names_in(path).get(name) == is_long, f"row {number}: {path}::{name}"
