@@ -20,16 +20,21 @@ def main() -> int:
     parser.add_argument("--per-server", type=int, default=20, help="runs on one server before the next is started")
     parser.add_argument("--scale", type=float, help="of the lengths of texts (1 with toy; bard is slow: 0.15)")
     parser.add_argument("--workers", type=int, default=1)
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="NAME=VALUE", help="a setting of the server, e.g. park_ram=0"
+    )
     parser.add_argument("--keep", type=Path, help="folder for histories and logs, those of good runs too")
     options = parser.parse_args()
     folder = options.keep or Path(tempfile.mkdtemp(prefix="nemesis-"))
     scale = options.scale or (1.0 if options.model == "toy" else 0.15)
+    settings: dict[str, object] = {"device": ",".join(["cpu"] * options.workers)}
+    settings |= dict(pair.split("=", 1) for pair in options.set)
     figures: Counter = Counter()
     bad: list[int] = []
     began = time.monotonic()
     for first in range(options.seed, options.seed + options.runs, options.per_server):
         seeds = range(first, min(first + options.per_server, options.seed + options.runs))
-        server = Server(folder / str(first), options.model, {"device": ",".join(["cpu"] * options.workers)}, scale)
+        server = Server(folder / str(first), options.model, settings, scale)
         try:
             for seed in seeds:
                 outcome = run(server, seed, options.seconds)
@@ -40,6 +45,7 @@ def main() -> int:
                     where = f"history {folder}/{first}/history-{seed}.jsonl, log {folder}/{first}/run.log"
                     again = f"python -m tests.system.nemesis --seed {seed} --seconds {options.seconds:g} --scale {scale}"
                     again += f" --model {options.model} --workers {options.workers}"
+                    again += "".join(f" --set {pair}" for pair in options.set)
                     print(f"  again: {again}\n  {where}", flush=True)
         finally:
             left = server.stop()
