@@ -60,6 +60,8 @@ def units(config: Config, machine: Machine) -> dict[str, str]:
     for name in ("parkade-router.service", "parkade-openai.service", WORKER):
         found[name] = put(found[name], "TimeoutStopSec", str(math.ceil(config.drain_s) + STOP_S))
     found[WORKER] = _worker(found[WORKER], list(workers.values()))
+    if config.listen:
+        found["parkade-router.service"] = _with_network(found["parkade-router.service"])
     if machine.memory_bytes:
         budget = budget_bytes(config, machine.memory_bytes)
         text = put(found["parkade-hostcache.service"], "MemoryMax", str(budget + BESIDE_BYTES))
@@ -119,6 +121,12 @@ def _worker(text: str, its_devices: list[str]) -> str:
         if line.startswith("PrivateDevices="):
             kept += _CLOSED
     return "\n".join(kept) + "\n"
+
+
+def _with_network(text: str) -> str:
+    """The router's unit for --listen: as it is, it has no network at all."""
+    text = put(put(text, "PrivateNetwork", "no"), "RestrictAddressFamilies", "AF_UNIX AF_INET AF_INET6")
+    return text.replace("IPAddressDeny=any\n", "")
 
 
 def _address(host: str, port: int) -> str:

@@ -37,6 +37,7 @@ def value(text: str, key: str) -> str:
 KINDS = {
     "as they are": sources(),
     "cpu": made(Machine(memory_bytes=16 * GIB)),
+    "guests": made(listen="tcp://10.0.0.1:5555"),
     "cards": made(Machine(memory_bytes=16 * GIB), device="cuda:0,cuda:1", park_ram="8GiB"),
 }
 
@@ -91,6 +92,11 @@ def test_a_worker_without_a_card_cannot_reach_one_and_one_with_cards_can() -> No
     ]  # fmt: skip
 
 
+def test_a_host_cache_may_look_at_the_arena_that_it_gets_back() -> None:
+    calls = re.findall(r"^SystemCallFilter=(.*)$", KINDS["cpu"]["parkade-hostcache.service"], re.MULTILINE)
+    assert "mincore" in calls[-1].split(), "its second life would end at once, again and again"
+
+
 def test_each_device_has_its_worker() -> None:
     assert "Wants=parkade-gpu-worker@cuda0.service parkade-gpu-worker@cuda1.service" in KINDS["cards"]["parkade.target"]
     assert "cpu0" not in KINDS["cards"]["parkade.target"]
@@ -136,6 +142,13 @@ def test_a_worker_stops_when_the_router_has_drained() -> None:
 )
 def test_http_listens_where_the_settings_say(settings: dict, address: str) -> None:
     assert value(made(**settings)["parkade-openai.socket"], "ListenStream") == address
+
+
+def test_the_router_has_a_network_only_where_guests_come_over_tcp() -> None:
+    closed, open_ = KINDS["cpu"]["parkade-router.service"], KINDS["guests"]["parkade-router.service"]
+    assert (value(closed, "PrivateNetwork"), value(closed, "RestrictAddressFamilies")) == ("yes", "AF_UNIX")
+    assert (value(open_, "PrivateNetwork"), value(open_, "RestrictAddressFamilies")) == ("no", "AF_UNIX AF_INET AF_INET6")
+    assert "IPAddressDeny" not in open_
 
 
 @pytest.mark.parametrize("settings", [{"run_dir": "/tmp/x"}, {"port": 0}, {"device": "disk"}])
