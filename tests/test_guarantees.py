@@ -28,7 +28,7 @@ def names_in(path: str) -> dict[str, bool]:
     for node in tree.body:
         match node:
             case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) | ast.ClassDef(name=name):
-                found[name] = whole or any("mark.long" in ast.unparse(mark) for mark in node.decorator_list)
+                found[name] = whole or any(ast.unparse(mark) == "pytest.mark.long" for mark in node.decorator_list)
             case ast.Assign(targets=[ast.Name(name)]):
                 found[name] = False
     return {name: is_long for name, is_long in found.items() if name.lower().startswith("test")}
