@@ -51,8 +51,7 @@ class Keys:
 
     def has_room(self, generate: Generate) -> bool:
         """Whether the share of its key leaves room for this request beside those that are there."""
-        pool = self._fleet.pool_cells()
-        if not self._limits.cells or not pool or not generate.key:
+        if not self._limits.cells or not generate.key or not (pool := self._fleet.pool_cells()):
             return True
         cells = [r.cells for r in self._requests.values() if r.generate.key == generate.key and _wants_cells(r)]
         return not cells or sum(cells) + len(generate.prompt_token_ids) + 1 <= pool * self._limits.cells // 100
@@ -60,8 +59,7 @@ class Keys:
     def share(self) -> None:
         """Set aside what goes beyond its key's share of the cells, and let come back what no longer does. Those of its best class
         that came first have the share, and nobody passes them; the very first always goes, however long it is."""
-        pool = self._fleet.pool_cells()
-        if not self._limits.cells or not pool:
+        if not self._limits.cells or not (pool := self._fleet.pool_cells()):
             return
         of_key: dict[str, list[Request]] = defaultdict(list)
         for request in self._requests.values():

@@ -133,9 +133,10 @@ def test_a_guest_acts_on_its_own_requests_only(run, folder, config):
             await bob.cancel("r")
             answer = HoldAnswer("r", "unknown_request", "no living request has this id")
             assert replace(await bob.park("r"), ask=0) == replace(await bob.resume("r"), ask=0) == answer
+            await worker.say_load()
+            assert (await until(local, lambda status: status.slots)).slots[0].request_id == "r"
             status = await bob.status()
             assert status.ready and status.slots == []
-            assert (await until(local, lambda status: status.slots)).slots[0].request_id == "r"
             assert not s.server.ledger.requests["r"].cancelled
             await ann.cancel("r")
             assert await worker.next(Cancel, Park, Resume) == Cancel("r")
