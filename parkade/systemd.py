@@ -23,6 +23,8 @@ SETTINGS = "etc/parkade/config.toml"
 USERS = "etc/sysusers.d/parkade.conf"
 FIRST_ANSWER_S = 1.0  # both are told at the same moment; by then the router has heard it
 ASK_S = 2.0
+AGAIN_S = 0.1
+SILENT = 2  # questions without an answer after which a router that drained is gone; one may have been too much for it
 CONTROL = """Package: parkade-units
 Version: {version}
 Section: net
@@ -172,11 +174,12 @@ async def _wait_drained(address: str) -> int:
     async with Client(address) as client:
         loop = asyncio.get_running_loop()
         decided_at = loop.time() + FIRST_ANSWER_S
-        drains = False
-        while drains or loop.time() < decided_at:
+        drains, silent = False, 0
+        while True:
             try:
-                drains = (await client.status(ASK_S)).draining
+                drains, silent = (await client.status(ASK_S)).draining, 0
             except (TimeoutError, ConnectionError):
+                silent += 1
+            if silent == SILENT or (not drains and (silent or loop.time() >= decided_at)):
                 return 0
-            await asyncio.sleep(0.1)
-    return 0
+            await asyncio.sleep(AGAIN_S)

@@ -184,6 +184,16 @@ def test_everything_is_killed_at_once(machine: Machine, expected: dict) -> None:
     whole(load(machine, lambda: None), expected)
 
 
+def test_a_storm_of_kills_locks_nobody_out(machine: Machine, expected: dict) -> None:
+    for unit in (ROUTER, HTTP, CACHE):
+        for _ in range(12):
+            former = machine.pid(unit)
+            machine.kill(unit)
+            machine.until(lambda unit=unit, former=former: machine.pid(unit) not in (0, former), f"{unit} is back")
+    machine.until(machine.serving, "served")
+    whole(load(machine, lambda: None), expected)
+
+
 def test_a_restart_of_the_target_under_load(machine: Machine, expected: dict) -> None:
     former = {unit: machine.pid(unit) for unit in UNITS}
     whole(load(machine, lambda: machine.act("restart", "parkade.target")), expected)
