@@ -194,6 +194,13 @@ def test_a_storm_of_kills_locks_nobody_out(machine: Machine, expected: dict) -> 
     whole(load(machine, lambda: None), expected)
 
 
+@pytest.mark.parametrize("unit", [ROUTER, HTTP])
+def test_a_reload_costs_nobody_anything(machine: Machine, expected: dict, unit: str) -> None:
+    former = machine.pid(unit)
+    whole(load(machine, lambda: machine.act("reload", unit)), expected)
+    assert machine.pid(unit) == former
+
+
 def test_a_restart_of_the_target_under_load(machine: Machine, expected: dict) -> None:
     former = {unit: machine.pid(unit) for unit in UNITS}
     whole(load(machine, lambda: machine.act("restart", "parkade.target")), expected)
@@ -211,3 +218,17 @@ def test_a_stop_drains_and_leaves_nothing(machine: Machine, expected: dict) -> N
     assert not machine.run("ls", "-A", "/dev/shm")
     assert "python" not in machine.run("sh", "-c", "cat /proc/[0-9]*/comm")
     assert not machine.run("systemctl", "list-units", "--failed", "--no-legend")
+
+
+def test_the_package_is_installed_and_removed(machine: Machine) -> None:
+    done = CliRunner().invoke(main, ["systemd", "deb", str(machine.root / "root")])
+    assert done.exit_code == 0, done.output
+    (package,) = (machine.root / "root").glob("*.deb")
+    said = machine.run("dpkg", "--force-confold", "-i", f"/root/{package.name}")
+    assert "Setting up parkade-units" in said and "error" not in said, said
+    shipped = machine.root / "usr/lib/systemd/system/parkade-router.service"
+    assert shipped.exists()
+    assert machine.shown(ROUTER, "FragmentPath") == f"/etc/systemd/system/{ROUTER}", "what is installed for the machine wins"
+    said = machine.run("dpkg", "-r", "parkade-units")
+    assert "Removing parkade-units" in said and "error" not in said, said
+    assert not shipped.exists()
