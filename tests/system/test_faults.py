@@ -10,6 +10,7 @@ import signal
 import sys
 from collections.abc import Callable, Iterator
 
+import httpx
 import psutil
 import pytest
 
@@ -198,6 +199,40 @@ def test_a_killed_router_leaves_nothing_and_its_next_life_serves(stack):
     assert stack.pid_of("router") not in killed
     quiet(stack)  # the workers were told to end what nobody wants any more, and its leases went back
     all_right(by_zeromq(stack, streams))
+
+
+def test_a_killed_http_adapter_takes_its_streams_with_it_and_nobody_elses(stack):
+    before = stack.pid_of("router.openai")
+    cancelled = stack.metric("parkade_requests_finished_total", reason="client_lost")
+    body = {"prompt": prompt_ids(3, 60), "max_tokens": 100_000, "stream": True, "ignore_eos": True}
+
+    async def scenario(client: Client) -> list[Heard]:
+        async def leave() -> None:
+            with pytest.raises(httpx.HTTPError):
+                await stream(stack.url, **body)
+
+        def kill() -> None:
+            os.kill(before, signal.SIGKILL)
+
+        leaving = asyncio.create_task(leave())
+        while not any(slot["state"] != "idle" for slot in await asyncio.to_thread(stack.slots)):
+            pass
+        heard = await streams(client, once(GENERATED // 4, kill), 2)
+        await leaving
+        return heard
+
+    all_right(by_zeromq(stack, scenario))
+    stack.until(lambda: [each.pid for each in stack.processes("router.openai")] not in ([], [before]), "it is started again")
+    stack.until(lambda: answers(stack), "it answers")
+    quiet(stack)
+    assert stack.metric("parkade_requests_finished_total", reason="client_lost") == cancelled + 1
+
+
+def answers(stack: Stack) -> bool:
+    try:
+        return stack.http.get("/health").status_code == 200
+    except httpx.HTTPError:
+        return False
 
 
 WITHOUT_ROUTER = [name for name, (file, _) in POINTS.items() if not file.startswith("router/")]
