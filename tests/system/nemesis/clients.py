@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import json
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 
 import httpx
 import msgspec
@@ -107,6 +107,15 @@ async def http_client(url: str, history: History, asks: Callable[[int], Ask | No
                 history.record("end", id=ask.id, outcome="lost", error=repr(error))
 
 
+async def _lines(response: httpx.Response) -> AsyncIterator[str]:
+    """Lines as server-sent events have them; httpx's own also end at characters such as U+2028, which may stand in a text."""
+    rest = b""
+    async for data in response.aiter_bytes():
+        *lines, rest = (rest + data).split(b"\n")
+        for line in lines:
+            yield line.decode()
+
+
 async def _http_stream(client: httpx.AsyncClient, history: History, ask: Ask) -> None:
     body = {
         "prompt": ask.prompt, "max_tokens": ask.max_tokens, "stream": True, "stream_options": {"include_usage": True},
@@ -119,7 +128,7 @@ async def _http_stream(client: httpx.AsyncClient, history: History, ask: Ask) ->
             history.record("end", id=ask.id, outcome="rejected", code=str(response.status_code), error=said[:300])
             await asyncio.sleep(PAUSE_S)
             return
-        async for line in response.aiter_lines():
+        async for line in _lines(response):
             if line.startswith(": ") and "preempt" in line:
                 history.record("comment", id=ask.id, text=line[2:])
             if not line.startswith("data: "):

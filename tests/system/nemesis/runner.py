@@ -9,6 +9,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import httpx
 import psutil
 from msgspec import structs
 
@@ -174,13 +175,15 @@ async def _quiet(server: Server, lives: Lives, history: History) -> None:
     """Wait until everybody is back and nobody has anything; write down what is left if that does not come."""
     until = time.monotonic() + QUIET_S
     left: dict[str, object] = {"status": None}
-    async with Client(server.stack.address) as client:
+    async with Client(server.stack.address) as client, httpx.AsyncClient(base_url=server.stack.url, timeout=2.0) as http:
         while left and time.monotonic() < until:
             await asyncio.sleep(0.1)
             missing = [process for process in plan.PROCESSES if lives.pid_of(process) is None]
             try:
                 left = {f"process {name}": "gone" for name in missing} or _left(await client.status(2.0))
-            except (TimeoutError, ConnectionError) as error:
+                if (health := (await http.get("/health")).status_code) != 200:
+                    left["health"] = health
+            except (TimeoutError, ConnectionError, httpx.HTTPError) as error:
                 left = {"status": type(error).__name__}
     server.look(lives)
     history.record("quiet", left=left)
