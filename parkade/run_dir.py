@@ -34,6 +34,8 @@ def run_dir(given: str) -> Iterator[str]:
         )
     try:
         os.makedirs(path, mode=0o700, exist_ok=True)
+        if os.stat(path).st_mode & 0o022:
+            raise ConfigError(f"--run-dir {path}: other users may write there, and so take the place of a socket; chmod 700 it")
         lock = os.open(f"{path}/{LOCK_NAME}", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     except OSError as error:
         raise ConfigError(f"--run-dir {path}: {error.strerror}") from None

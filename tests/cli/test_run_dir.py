@@ -55,3 +55,11 @@ def test_leftovers_of_a_killed_server_are_cleaned(tmp_path: Path) -> None:
 def test_one_that_cannot_be_is_one_line(path: str) -> None:
     with pytest.raises(ConfigError, match="--run-dir"), run_dir(path):
         pass
+
+
+@pytest.mark.parametrize("mode", [0o770, 0o702, 0o777])
+def test_one_where_others_may_write_is_refused_before_anything_is_in_it(tmp_path: Path, mode: int) -> None:
+    tmp_path.chmod(mode)
+    with pytest.raises(ConfigError, match="chmod 700"), run_dir(str(tmp_path)):
+        pass
+    assert os.listdir(tmp_path) == []
