@@ -75,7 +75,7 @@ class Api:
                 if response.status_code != 200:
                     await response.aread()
                     raise ApiError(refusal(response))
-                async for line in response.aiter_lines():
+                async for line in event_lines(response):
                     if line == "data: [DONE]":
                         return
                     if (event := parse(line)) is not None:
@@ -103,6 +103,15 @@ class Api:
             raise ApiError(f"the server at {self.url} does not answer") from None
         except httpx.HTTPError as error:
             raise ApiError(f"the connection to {self.url} broke: {error}") from None
+
+
+async def event_lines(response: httpx.Response) -> AsyncIterator[str]:
+    """The lines of a stream of events. httpx's own also end at characters that may stand in a text, such as U+2028."""
+    rest = b""
+    async for data in response.aiter_bytes():
+        *lines, rest = (rest + data).split(b"\n")
+        for line in lines:
+            yield line.rstrip(b"\r").decode(errors="replace")
 
 
 def parse(line: str) -> Chunk | Note | None:

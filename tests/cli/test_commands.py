@@ -7,7 +7,7 @@ import httpx
 import pytest
 from click.testing import CliRunner
 
-from parkade.api import Api, ApiError, Chunk, Note, figures, parse
+from parkade.api import Api, ApiError, Chunk, Note, event_lines, figures, parse
 from parkade.bench import percentile
 from parkade.cli import main
 from parkade.demo import verdict
@@ -115,6 +115,19 @@ def test_events_of_a_stream() -> None:
     assert last == Chunk(usage={"prompt_tokens": 1}, parkade={"parks": 2})
     with pytest.raises(ApiError, match="too full"):
         parse('data: {"error":{"message":"too full"}}')
+
+
+async def test_a_line_of_a_stream_ends_where_the_server_ends_it() -> None:
+    """Not at a line separator in the text, nor where one piece of the body does."""
+    text = "a\u2028b\x85c\u00e4"
+    body = f'data: {{"text": "{text}"}}\r\n\ndata: [DONE]\n'.encode()
+
+    async def pieces():
+        for at in range(len(body)):
+            yield body[at : at + 1]
+
+    lines = [line async for line in event_lines(httpx.Response(200, content=pieces()))]
+    assert lines == [f'data: {{"text": "{text}"}}', "", "data: [DONE]"]
 
 
 def test_a_stream_is_followed_through_its_parks() -> None:

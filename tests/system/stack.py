@@ -18,6 +18,7 @@ from pathlib import Path
 import httpx
 import psutil
 
+from parkade.api import event_lines
 from router.client import Client
 from wire.messages import Finished, Notice, Tokens
 
@@ -172,7 +173,7 @@ async def stream(url: str, path: str = "/v1/completions", *, on_tokens=None, **b
         if response.status_code != 200:
             answer.error = json.loads(await response.aread())["error"]
             return answer
-        async for line in response.aiter_lines():
+        async for line in event_lines(response):
             if line.startswith(":"):
                 answer.comments.append(line[1:].strip())
             if not line.startswith("data: "):

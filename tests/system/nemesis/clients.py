@@ -3,11 +3,12 @@
 import asyncio
 import contextlib
 import json
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 
 import httpx
 import msgspec
 
+from parkade.api import event_lines
 from router.client import Client, RejectedError
 from tests.system.nemesis.history import History
 from tests.system.nemesis.plan import Ask
@@ -107,15 +108,6 @@ async def http_client(url: str, history: History, asks: Callable[[int], Ask | No
                 history.record("end", id=ask.id, outcome="lost", error=repr(error))
 
 
-async def _lines(response: httpx.Response) -> AsyncIterator[str]:
-    """Lines as server-sent events have them; httpx's own also end at characters such as U+2028, which may stand in a text."""
-    rest = b""
-    async for data in response.aiter_bytes():
-        *lines, rest = (rest + data).split(b"\n")
-        for line in lines:
-            yield line.decode()
-
-
 async def _http_stream(client: httpx.AsyncClient, history: History, ask: Ask) -> None:
     body = {
         "prompt": ask.prompt, "max_tokens": ask.max_tokens, "stream": True, "stream_options": {"include_usage": True},
@@ -128,7 +120,7 @@ async def _http_stream(client: httpx.AsyncClient, history: History, ask: Ask) ->
             history.record("end", id=ask.id, outcome="rejected", code=str(response.status_code), error=said[:300])
             await asyncio.sleep(PAUSE_S)
             return
-        async for line in _lines(response):
+        async for line in event_lines(response):
             if line.startswith(": ") and "preempt" in line:
                 history.record("comment", id=ask.id, text=line[2:])
             if not line.startswith("data: "):
