@@ -1,7 +1,6 @@
 """`python -m router`: one loop, two sockets, until SIGTERM and a drain; a second signal ends every stream at once."""
 
 import asyncio
-import resource
 import signal
 import sys
 
@@ -12,13 +11,13 @@ from router.gate import Gate
 from router.keys import KeyLimits
 from router.server import Server
 from wire.config import Config, ConfigError
-from wire.service import log, run
+from wire.service import log, raise_file_limit, run
 
 
 def main(config: Config) -> int:
     """Serve. ConfigError if the sockets cannot be made in the run directory."""
     signal.signal(signal.SIGHUP, signal.SIG_IGN)  # it means to read the list of clients again: nothing to do before it was read
-    _raise_file_limit()
+    raise_file_limit()
     limits = KeyLimits(config.key_requests, config.key_queued_tokens, config.key_cells)
     gate = Gate(config) if config.listen else None
     server = Server(config.run_dir, config.max_queued, config.drain_s, limits, gate)
@@ -47,13 +46,6 @@ async def serve(server: Server) -> None:
         asyncio.get_running_loop().add_signal_handler(number, server.stop)
     asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, server.read_again)
     await server.run()
-
-
-def _raise_file_limit() -> None:
-    """Each client is a descriptor, and a ROUTER without free ones spins: take all that we may have."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft < hard:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 if __name__ == "__main__":

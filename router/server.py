@@ -12,6 +12,7 @@ from msgspec.structs import replace
 from zmq.utils.monitor import recv_monitor_message
 
 from router.actions import Action, ToClient
+from router.door import EVENTS, OTHER_DESCRIPTORS, Door
 from router.gate import Gate, guest_of, may_say
 from router.holds import unknown
 from router.hostcache_link import HostCacheLink
@@ -36,7 +37,7 @@ from wire.messages import (
     Tokens,
     WorkerToRouter,
 )
-from wire.service import log, notify, passed_sockets
+from wire.service import file_limit, log, notify, passed_sockets
 
 TICK_S = 0.05
 RETRY_S = 0.01  # while some peer is full
@@ -80,7 +81,8 @@ class Server:
                 (sockets.worker_address(self._run_dir), True),
             )
         )
-        self._monitors = [socket.get_monitor_socket(zmq.EVENT_DISCONNECTED) for socket in (self._clients, self._workers)]
+        self._door = Door(file_limit() - OTHER_DESCRIPTORS)
+        self._monitors = [self._clients.get_monitor_socket(EVENTS), self._workers.get_monitor_socket(zmq.EVENT_DISCONNECTED)]
         self._to_clients, self._to_workers = Outlet(self._clients), Outlet(self._workers)
 
     def open_gate(self) -> None:
@@ -147,6 +149,7 @@ class Server:
 
     def _close(self) -> None:
         self._hostcache.close()
+        self._door.close()
         if self._gate is not None:
             self._gate.close()
         for socket, monitor, name in zip(
@@ -195,12 +198,14 @@ class Server:
     def _drain_clients(self, now: float) -> int:
         for count in range(BATCH):
             try:
-                frames = self._clients.recv_multipart(zmq.NOBLOCK, copy=self._gate is None)
+                frames = self._clients.recv_multipart(zmq.NOBLOCK, copy=self._gate is None and not self._door.watching)
             except zmq.Again:
                 return count
-            guest = ""
-            if self._gate is not None:
-                guest, frames = guest_of(frames), [frame.bytes for frame in frames]
+            guest = guest_of(frames) if self._gate is not None else ""
+            if self._door.watching:
+                self._door.spoke(frames[-1])
+            if isinstance(frames[-1], zmq.Frame):
+                frames = [frame.bytes for frame in frames]
             identity, *parts = frames
             if self._bad["client"].get(identity, 0) >= MAX_BAD_FRAMES:
                 continue
@@ -242,12 +247,12 @@ class Server:
             self._to_client(client, pack(Rejected(request_id, "bad_request", str(error)[:500])), now)
 
     def _watch(self) -> None:
-        """Somebody's connection broke: find out whose."""
+        """Somebody came, or a connection broke: find out whose."""
         for monitor in self._monitors:
             try:
                 while True:
-                    recv_monitor_message(monitor, zmq.NOBLOCK)
-                    if not self._probe_due:
+                    event = recv_monitor_message(monitor, zmq.NOBLOCK)
+                    if (monitor is not self._monitors[0] or self._door.heard(event)) and not self._probe_due:
                         self._probe_due = True
                         self._loop.call_later(PROBE_DELAY_S, self._probe)
             except zmq.Again:
@@ -307,6 +312,9 @@ class Server:
         while True:
             now = time.monotonic()
             self._act(self.ledger.tick(now), now)
+            if cut := self._door.look():
+                self.ledger.totals.bad_messages["client"] += cut
+                log.warning("cut off %d connections of clients: their messages never ended", cut)
             self._turn_soon()
             if now - self._watchdog_at >= WATCHDOG_S:
                 self._watchdog_at = now
