@@ -70,6 +70,7 @@ async def _zeromq_stream(client: Client, history: History, ask: Ask) -> bool:
         return False
     except RejectedError as error:
         history.record("end", id=ask.id, outcome="rejected", code=error.code, error=error.message)
+        await asyncio.sleep(PAUSE_S)
     except TimeoutError:
         history.record("end", id=ask.id, outcome="never", error=f"nothing new for {END_S:.0f} s after {count} tokens")
     finally:
