@@ -7,6 +7,7 @@ and is kept in build/. The container shares the network: what listens there is r
 import contextlib
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import sysconfig
@@ -54,6 +55,7 @@ class Container:
 
     def __init__(self, folder: Path) -> None:
         base = build()
+        self.leader = 0
         self.root = folder / "root"
         subprocess.run(["cp", "-a", base, self.root], check=True)
         mounts = {"python": sys.base_prefix, "parkade": ROOT, "packages": sysconfig.get_path("purelib")}
@@ -115,7 +117,12 @@ class Container:
             assert time.monotonic() < deadline, f"still not: {what}"
 
     def close(self) -> None:
-        """End it: its process 1 goes with systemd-nspawn, and everything in it with that."""
-        self.process.kill()
-        self.process.wait()
+        """End its process 1, and with it everything in it; then its files. Without systemd-nspawn it would live on."""
+        if self.leader:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.leader, signal.SIGKILL)
+        else:
+            self.process.kill()
+        self.process.wait(LIMIT_S)
         self._log.close()
+        shutil.rmtree(self.root, ignore_errors=True)
