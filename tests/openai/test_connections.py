@@ -2,13 +2,14 @@
 
 import asyncio
 import resource
+import socket
 from collections.abc import Iterator
 
 import httpx
 import pytest
 
 from router.openai import connections
-from router.openai.__main__ import http_config
+from router.openai.__main__ import UNSENT_BYTES, http_config, listen, taken_over
 from tests.openai.conftest import Adapter, Start
 
 Pair = tuple[asyncio.StreamReader, asyncio.StreamWriter]
@@ -131,3 +132,13 @@ def test_the_limit_fits_the_descriptors(adapter: Adapter) -> None:
     assert connections.connection_class(10**6).max_connections == connections.MAX_CONNECTIONS
     most = http_config(adapter.serving).http.max_connections
     assert most <= resource.getrlimit(resource.RLIMIT_NOFILE)[0] - connections.OTHER_DESCRIPTORS
+
+
+def test_what_is_accepted_keeps_little_unsent() -> None:
+    """A reader that stops pins what the kernel has queued: the option is inherited from the listener, systemd's own too."""
+    with socket.create_server(("127.0.0.1", 0)) as passed, listen("127.0.0.1", 0) as own:
+        for listener in (own, taken_over(passed)):
+            with socket.create_connection(listener.getsockname()):
+                listener.setblocking(True)
+                with listener.accept()[0] as accepted:
+                    assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT) == UNSENT_BYTES
