@@ -25,7 +25,7 @@ CACHE, ROUTER, HTTP = "parkade-hostcache.service", "parkade-router.service", "pa
 WORKER = "parkade-gpu-worker@cpu0.service"
 UNITS = (CACHE, ROUTER, HTTP, WORKER)
 PROMPT, GENERATED = 100, 1500
-MID = 300  # tokens of a stream when something happens to it
+MID = 20  # tokens of a stream when something happens to it; the toy model is fast
 
 
 class Machine(Container):
