@@ -136,7 +136,15 @@ def test_an_image_outlives_the_host_cache(machine: Machine, expected: dict, how:
     attached = machine.journal(WORKER).count("1 leases kept")
 
     def parked_meanwhile() -> None:
-        (slot,) = [slot["id"] for slot in httpx.get(machine.url + "/slots").json() if slot.get("state") not in (None, "idle")]
+        seats: list[int] = []
+
+        def seated() -> bool:
+            listed = httpx.get(machine.url + "/slots").json()
+            seats[:] = [slot["id"] for slot in listed if slot["state"] != "idle"]
+            return bool(seats)
+
+        machine.until(seated, "the request has a seat")
+        (slot,) = seats
         assert httpx.post(f"{machine.url}/slots/{slot}/park", json={}, timeout=60).status_code == 200
         machine.kill(CACHE) if how == "kill" else machine.act("restart", CACHE)
         machine.until(lambda: machine.journal(WORKER).count("1 leases kept") > attached, "the lease is claimed")
