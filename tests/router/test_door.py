@@ -34,6 +34,9 @@ import socket, sys
 sock = socket.socket(socket.AF_UNIX)
 sock.connect(sys.argv[1])
 sock.sendall(bytes.fromhex(sys.argv[2]))
+heard = b""
+while b"READY" not in heard:  # else what follows is sometimes taken for a bad handshake
+    heard += sock.recv(1000)
 words = bytes.fromhex(sys.argv[3]) * int(sys.argv[4])
 try:
     while True:
