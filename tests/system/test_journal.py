@@ -34,7 +34,7 @@ def test_a_run_under_pressure_replays(tmp_path, policy):
     assert replayed.difference == ""
     assert replayed.parks["pressure"] >= parks
     assert replayed.rows >= 4 * GENERATED / 3
-    assert (replayed.header.worker, replayed.header.model) == ("cpu0", "bard")
+    assert (replayed.header.worker, replayed.header.model) == ("worker0", "bard")
 
 
 def test_both_lives_of_a_killed_worker_replay(tmp_path):
