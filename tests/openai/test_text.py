@@ -104,7 +104,7 @@ def test_round_trip(smol: Text, spm: Text, tiny: Text, text: str) -> None:
 
 
 @settings(max_examples=300, deadline=None)
-@given(text=st.text(st.characters(exclude_categories=["Cs"]), max_size=40))
+@given(text=st.text(st.characters(exclude_categories=["Cs"], exclude_characters="<"), max_size=40))  # no text of a special token
 def test_any_text_round_trips(spm: Text, tiny: Text, text: str) -> None:
     assert tiny.decode(tiny.encode(text)) == text
     assert spm.decode(spm.encode(text)) == text.replace("▁", " ")
