@@ -126,7 +126,8 @@ class Nemesis:
     async def end(self) -> None:
         """Nobody is stopped, nothing armed any more."""
         for path in self.failpoints.iterdir():
-            self.armed.remove(path.name)
+            if path.name in self.armed:  # else a process has just taken it, or died of it
+                self.armed.remove(path.name)
             path.unlink(missing_ok=True)
         self.history.record("failed_at", names=self.armed)
         await self.lives.all_go_on()
