@@ -50,7 +50,9 @@ def model_on(card, path: Path, exact: bool = False, rows: int = 256) -> CardMode
     return CardModel(files.spec, weights, card.card, card.torch, buffers, exact)
 
 
-@pytest.mark.parametrize(("mode", "exact"), [("lazy", False), ("random:3", True)], indirect=["mode"])
+@pytest.mark.parametrize(
+    ("mode", "exact"), [pytest.param("lazy", False, marks=pytest.mark.long), ("random:3", True)], indirect=["mode"]
+)
 @pytest.mark.parametrize(("arch", "options"), MODELS)
 def test_the_same_numbers_as_on_the_cpu(tmp_path, card, arch, options, exact):
     """All logits of a text fed in chunks: as near to float32 as torch in bf16 is, and the same best token where it is clear."""

@@ -34,7 +34,7 @@ def test_bugs_fit_the_kernels():
     assert set(FEW.values()) <= {bug.name for bug in PLANTED}
 
 
-@pytest.mark.parametrize("by", ["plain", "asan", "tsan"])
+@pytest.mark.parametrize("by", ["plain", "asan", pytest.param("tsan", marks=pytest.mark.long)])
 def test_a_bug_is_found(by: str, tmp_path: Path):
     assert _plant(tmp_path, by, FEW[by]) == {"planted": 1, "missed": [], "failing": []}
 
