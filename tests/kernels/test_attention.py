@@ -12,10 +12,11 @@ import torch
 
 from gpu_worker.device.kv_cache import KvCache
 from gpu_worker.device.reference import AttentionPlan, attention
-from tests.kernels.harness import KernelError, poisoned, relative, run
+from gpu_worker.model import card_program
+from tests.kernels.harness import CUDA, KernelError, poisoned, relative, run
 
 CELLS = 16  # of a block
-SPLIT = 256
+SPLIT = card_program.SPLIT
 LAYERS, LAYER = 2, 1
 FAR = 1 << 28  # an index that nobody may use: it ends the process
 
@@ -179,3 +180,9 @@ def test_equals_its_twin_on_the_cpu():
     plan = AttentionPlan.of(positions, torch.zeros(cells - begin, dtype=torch.int32), table[None].int(), kv, heads)
     (out,) = attend([(text, begin, cells)])
     assert relative(out, attention(text.q[begin:], kv, 0, plan)) < 2e-2
+
+
+def test_python_cuts_attention_as_the_kernel_does():
+    text = (CUDA / "attention.cu").read_text()
+    for name, value in (("SPLIT", card_program.SPLIT), ("TILE", card_program.TILE)):
+        assert f"constexpr int {name} = {value};" in text

@@ -46,8 +46,8 @@ class Span:
 
 
 @dataclass
-class Card:
-    """A cache of states and a step's kernels on it, in the order of a card's step."""
+class Layers:
+    """Recurrent layers and a cache of their states, in which nothing is valid at first."""
 
     spec: DeltaSpec
     weights: list[DeltaLayer]
@@ -58,6 +58,10 @@ class Card:
     def __post_init__(self) -> None:
         self.states = StateCache(self.spec, self.slots, self.draft_max)
         self.states.flat.fill_(torch.nan)
+
+
+class Card(Layers):
+    """A step's kernels on the cache, in the order of a card's step."""
 
     def step(self, spans: list[Span], padding: int = 0) -> list[tuple[Tensor, Tensor]]:
         """For each layer (y bf16, out float32 before norm and gate), [rows, value_width]. `padding` rows and sequences are
@@ -135,19 +139,8 @@ class Card:
         return y, out
 
 
-@dataclass
-class Twin:
+class Twin(Layers):
     """The same step in torch."""
-
-    spec: DeltaSpec
-    weights: list[DeltaLayer]
-    draft_max: int = 3
-    slots: int = 3
-    states: StateCache = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.states = StateCache(self.spec, self.slots, self.draft_max)
-        self.states.flat.fill_(torch.nan)
 
     def step(self, spans: list[Span]) -> list[Tensor]:
         """float32 [rows, value_width] of each layer."""
