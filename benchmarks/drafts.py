@@ -20,7 +20,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.server import free_port, parkade_command, server
-from parkade.api import Api
+from parkade.api import Api, event_lines
 from parkade.drafts import Drafts
 
 PROMPTS = [
@@ -54,7 +54,7 @@ async def stream(client: httpx.AsyncClient, prompt: str, tokens: int, temperatur
     async with client.stream("POST", "/v1/completions", json=body) as response:
         if response.status_code != 200:
             raise click.ClickException((await response.aread()).decode()[:500])
-        async for line in response.aiter_lines():
+        async for line in event_lines(response):
             if not line.startswith("data: {") or not (choices := json.loads(line[6:])["choices"]):
                 continue
             if found := choices[0].get("token_ids"):

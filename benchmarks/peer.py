@@ -21,6 +21,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.server import free_port, parkade_command, server
+from parkade.api import event_lines
 from wire.model_files import find_model
 
 PROMPT_TOKENS = 1024
@@ -41,7 +42,7 @@ async def stream(client: httpx.AsyncClient, prompt: list[int], max_tokens: int) 
     async with client.stream("POST", "/v1/completions", json=body) as response:
         if response.status_code != 200:
             raise click.ClickException((await response.aread()).decode()[:500])
-        async for line in response.aiter_lines():
+        async for line in event_lines(response):
             if not line.startswith("data: {"):
                 continue
             chunk = json.loads(line[6:])

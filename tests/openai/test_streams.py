@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator
 import httpx
 import pytest
 
+from parkade.api import event_lines
 from router.client import RejectedError
 from router.openai import answer as answers
 from router.openai import streaming
@@ -53,7 +54,7 @@ async def test_silence_is_filled_with_keep_alives(adapter: Adapter, parked: bool
     adapter.router.script = script
     async with adapter.http.stream("POST", CHAT, json=STREAM) as answer:
         seen = []
-        async for line in answer.aiter_lines():
+        async for line in event_lines(answer):
             seen += [line] if line else []
             if seen.count(": keep-alive") == 3:
                 break
