@@ -1,7 +1,8 @@
 """The clients' connections below ZeroMQ: their number, and who sends a message that never ends. Who is too much is cut off.
 
-ZeroMQ hands over whole messages only, bounds each frame and not their number, and without a free descriptor it tries to accept
-for ever. It does say which descriptors it has accepted, and from which one a message came; the kernel says the rest.
+ZeroMQ hands over whole messages only, bounds each frame and not their number, and without a free descriptor it ends the process
+(libzmq 4.3.5, `abort` in ipc_listener.cpp). It does say which descriptors it has accepted, and from which one a message came; the
+kernel says the rest.
 """
 
 import ctypes
@@ -17,7 +18,8 @@ import zmq
 from wire.sockets import MAX_FRAME_BYTES
 
 EVENTS = zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED
-OTHER_DESCRIPTORS = 256  # workers, sockets of the process itself, and those accepted before a refusal is carried out
+OTHER_DESCRIPTORS = 256  # workers, sockets of the process itself
+BURST = 2048  # ZeroMQ accepts so many before we hear of the first, and waits for us then: the queue of its monitor is full
 SUSPICIOUS_BYTES = MAX_FRAME_BYTES  # the process has grown by so much: look who sends
 UNDOUBTED_BYTES = 2 * MAX_FRAME_BYTES  # by so much since: more than a message holds
 LOOKS = 20  # before somebody is cut off
@@ -32,8 +34,9 @@ class Door:
     """Hears of each connection of one ROUTER, `heard`, and has to be told which of them said something while it is `watching`."""
 
     def __init__(self, most: int) -> None:
-        """`most` connections at a time; who comes then is cut off."""
-        self._most = max(1, most)
+        """Of `most` descriptors that are free for connections BURST are kept free, half of them at most; who comes then is
+        cut off. Above 2 x BURST no burst, however fast, takes the last one."""
+        self._most = max(1, most - min(BURST, most // 2))
         self._fds: set[int] = set()
         self._memory = os.open("/proc/self/statm", os.O_RDONLY | os.O_CLOEXEC)  # kept: there may be no descriptor later
         self._calm_bytes = self._resident()
