@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import gc
 import signal
 import socket
 import sys
@@ -77,6 +78,7 @@ async def serve(config: Config, files: ModelFiles, text: Text, keys: Keys, liste
     async with Client(client_address(config.run_dir)) as client:
         serving = Serving(client, files, text, config, keys)
         server = Server(http_config(serving))
+        gc.freeze()  # a collection would walk through the vocabulary and all modules; nothing of them ever goes
         stop, hurry = asyncio.Event(), asyncio.Event()
 
         def told() -> None:

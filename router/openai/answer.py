@@ -24,6 +24,7 @@ from wire.messages import Finished, Generate, Notice, Tokens
 
 ACCEPT_TIMEOUT_S = 1.8  # an error has to be out within 2 s
 _encode = msgspec.json.Encoder().encode
+_MARK = "\0"  # a text that stands nowhere else in a chunk
 
 
 class Format(Protocol):
@@ -47,6 +48,17 @@ class Prompt(Struct, frozen=True):
     text: str | None = None
 
 
+class TextChunks:
+    """The events of one choice that bring text and nothing else: encoded once, then written around each text."""
+
+    def __init__(self, form: Format, choice: Choice) -> None:
+        self._before, _, self._after = event(_encode(form.chunk(choice, Piece(_MARK)))).partition(_encode(_MARK))
+
+    def event(self, text: str) -> bytes:
+        """The event with this text."""
+        return self._before + _encode(text) + self._after
+
+
 class Answer:
     """An ASGI response: the choices of one HTTP request. Hanging up cancels every stream of it, at any stage."""
 
@@ -67,7 +79,8 @@ class Answer:
         """Answer. ApiError is raised only before the headers are out; later errors are events of the stream."""
         key = scope["state"]["key"]
         self._requests = [_generate(self._answer_id, choice, self._params, key) for choice in self._choices]
-        work = self._stream(send) if self._params.stream else self._collect(scope, receive, send)
+        out = EventStream(send, scope["state"]["send_body"])
+        work = self._stream(out) if self._params.stream else self._collect(scope, receive, send)
         try:
             with self._serving.answering():
                 await unless(hang_up(receive), work, ClientGoneError())
@@ -97,9 +110,8 @@ class Answer:
                 case Finished():
                     whole.add(choice.finish(message))
 
-    async def _stream(self, send: Send) -> None:
+    async def _stream(self, out: EventStream) -> None:
         async with self._accepted() as streams:
-            out = EventStream(send)
             await out.start()
             warm = asyncio.ensure_future(out.keep_alive())
             try:
@@ -115,11 +127,12 @@ class Answer:
             await out.end(self._last_events() + DONE)
 
     async def _stream_one(self, stream: Stream, choice: Choice, out: EventStream) -> None:
-        await self._show(choice, choice.opening(), out)
+        shape = None if self._params.return_token_ids else TextChunks(self._form, choice)
+        await out.write(self._events(choice, choice.opening(), shape))
         async for message in stream:
             match message:
                 case Tokens():
-                    await self._show(choice, choice.take(message), out)
+                    await out.write(self._events(choice, choice.take(message), shape))
                     if choice.matched:
                         stream.cancel()
                 case Notice(event="parked"):
@@ -127,23 +140,24 @@ class Answer:
                 case Notice(event="resumed"):
                     await out.go_on(choice.index)
                 case Finished():
-                    await self._show(choice, choice.finish(message), out, last=True)
+                    await out.write(self._events(choice, choice.finish(message), shape, last=True))
 
     async def _follow(self, work: Iterable[Awaitable[None]]) -> None:
         """All choices to their ends; the first error, or the end of a drain, ends all of them."""
         await unless(self._serving.cut.wait(), all_of(work), shutting_down())
 
-    async def _show(self, choice: Choice, piece: Piece, out: EventStream, last: bool = False) -> None:
-        """Write what there is to see. The last choice's finish waits for `_last_events`, which know the sums."""
+    def _events(self, choice: Choice, piece: Piece, shape: TextChunks | None, last: bool = False) -> bytes:
+        """What there is to see. The last choice's finish waits for `_last_events`, which know the sums."""
         events = b""
-        if piece.text or piece.entries or (piece.tokens and self._params.return_token_ids):
-            events = self._opening(choice) + event(_encode(self._form.chunk(choice, piece)))
+        if piece.text or piece.entries or (shape is None and piece.tokens):
+            is_plain = shape is not None and not piece.entries
+            told = shape.event(piece.text) if is_plain else event(_encode(self._form.chunk(choice, piece)))
+            events = told if choice.opened else self._opening(choice) + told
         if last and all(other.finish_reason for other in self._choices):
             self._latest = choice
         elif last:
             events += self._opening(choice) + event(_encode(self._form.finish_chunk(choice, UNSET)))
-        if events:
-            await out.write(events)
+        return events
 
     def _opening(self, choice: Choice) -> bytes:
         if choice.opened:

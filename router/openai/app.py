@@ -58,7 +58,8 @@ def create_app(serving: Serving) -> ASGIApp:
 
 
 class RequestIds:
-    """Gives every request the id that its answer carries, and answers with X-Request-Id: the client's own, or that one."""
+    """Gives every request the id that its answer carries, and answers with X-Request-Id: the client's own, or that one. Also
+    leaves the server's own `send` in the scope's state as `send_body`, for answers of many pieces."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -71,7 +72,7 @@ class RequestIds:
         answer_id = uuid.uuid4().hex
         given = Headers(scope=scope).get("x-request-id", "")
         shown = given if _REQUEST_ID.fullmatch(given) else answer_id
-        scope["state"] = {**scope.get("state", {}), "answer_id": answer_id}
+        scope["state"] = {**scope.get("state", {}), "answer_id": answer_id, "send_body": send}
 
         async def send_with_id(message: Message) -> None:
             if message["type"] == "http.response.start":

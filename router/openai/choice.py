@@ -1,6 +1,6 @@
 """One stream of the router as one choice of an answer: tokens in, text, logprobs and the reason of its end out."""
 
-from dataclasses import dataclass, field
+from msgspec import Struct
 
 from router.openai.errors import from_finished
 from router.openai.params import Params
@@ -9,8 +9,7 @@ from router.openai.text import Detokenizer, Text
 from wire.messages import Finished, Logprob, Tokens, Usage
 
 
-@dataclass(slots=True)
-class TokenEntry:
+class TokenEntry(Struct):
     """A token with its log probability (None: the first of a prompt) and where its text starts, in characters of the choice."""
 
     token: int
@@ -18,13 +17,12 @@ class TokenEntry:
     offset: int
 
 
-@dataclass(slots=True)
-class Piece:
+class Piece(Struct):
     """What a message added to the choice. `entries` only where logprobs are asked for."""
 
     text: str = ""
-    tokens: list[int] = field(default_factory=list)
-    entries: list[TokenEntry] = field(default_factory=list)
+    tokens: list[int] = []
+    entries: list[TokenEntry] = []
 
     def add(self, other: "Piece") -> None:
         """Append what came later."""

@@ -2,7 +2,7 @@
 
 import codecs
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from datetime import datetime
 from typing import Any
 
@@ -144,9 +144,11 @@ class Text:
                 raise TextError(f"token id {i} is not in the vocabulary of {self.vocab_size}")
         return self._shown(self.join(ids, skip_special).decode(*_REPLACEMENT))
 
-    def join(self, ids: Iterable[int], skip_special: bool = True) -> bytes:
+    def join(self, ids: Sequence[int], skip_special: bool = True) -> bytes:
         """The bytes of tokens one after another."""
         table, special = self._bytes, self._special
+        if len(ids) == 1:
+            return b"" if skip_special and ids[0] in special else table[ids[0]]
         return b"".join([table[i] for i in ids if not (skip_special and i in special)])
 
     def token_bytes(self, token: int) -> bytes:
@@ -211,11 +213,18 @@ class Detokenizer:
         self._text = text
         self._skip_special = skip_special
         self._strip = text.strips_space and not continues
+        self._held = False  # part of a character
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
-    def push(self, ids: Iterable[int]) -> str:
+    def push(self, ids: Sequence[int]) -> str:
         """The text that `ids` complete; it may be empty."""
-        return self._shown(self._decoder.decode(self._text.join(ids, self._skip_special)))
+        data = self._text.join(ids, self._skip_special)
+        if data.isascii() and not self._held:  # most are: the decoder costs several times as much
+            piece = data.decode("ascii")
+        else:
+            piece = self._decoder.decode(data)
+            self._held = bool(self._decoder.getstate()[0])
+        return self._shown(piece) if self._strip else piece
 
     def finish(self) -> str:
         """What was held back, as U+FFFD. Call it once, at the end."""
