@@ -61,13 +61,13 @@ async def wire_router(run_dir: Path) -> AsyncIterator[WireRouter]:
 
 
 @asynccontextmanager
-async def process(run_dir: Path, *flags: str) -> AsyncIterator[tuple[asyncio.subprocess.Process, str]]:
-    """The adapter's process and its address, once it listens."""
+async def process(run_dir: Path, *flags: str, **options: object) -> AsyncIterator[tuple[asyncio.subprocess.Process, str]]:
+    """The adapter's process and its address, once it listens. `options` are subprocess's."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     command = [sys.executable, "-m", "router.openai", "--run-dir", str(run_dir), "--port", str(port), *flags]
-    running = await asyncio.create_subprocess_exec(*command, stderr=asyncio.subprocess.PIPE)
+    running = await asyncio.create_subprocess_exec(*command, stderr=asyncio.subprocess.PIPE, **options)
     try:
         while b"listening on" not in (line := await running.stderr.readline()):
             assert line, "it ended before it listened"
