@@ -1,7 +1,7 @@
-"""What the router costs a token: processor time of `python -m router`, and messages a second, with a scripted worker.
+"""Tokens a second through the router and the ZeroMQ client, and what each process pays for one, with a scripted worker.
 
-`python -m benchmarks.router`. The worker and the client are processes of their own that do as little as they can; on few cores
-they share them with the router, so the processor time is the figure and the rate is a lower bound.
+`python -m benchmarks.router`. Like a real worker's, each step of the scripted one is a token of every stream, told together.
+Worker and client are processes of their own; on few cores all three share them, so the rate is a lower bound.
 """
 
 import argparse
@@ -12,6 +12,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
@@ -19,15 +20,28 @@ import uvloop
 import zmq
 
 from router.client import Client
-from wire.codec import Decoder, frames
-from wire.messages import Counters, Finished, Hello, Load, Notice, Ping, PoolCells, RouterToWorker, Submit, Tokens, Usage
+from wire.codec import Decoder, bundles, frames, pack
+from wire.messages import (
+    PROTOCOL,
+    Counters,
+    Finished,
+    Hello,
+    Load,
+    Notice,
+    Ping,
+    PoolCells,
+    RouterToWorker,
+    Submit,
+    Tokens,
+    Usage,
+)
 from wire.sockets import client_address, dealer_socket, worker_address
 
 CELLS = 1 << 20
 
 
 def scripted_worker(run_dir: str, tokens_each: int) -> None:
-    """Streams everything it is asked for, one message for each stream in turn, as fast as the router takes it."""
+    """Streams everything it is asked for, `tokens_each` of each stream a step, as fast as the router takes it."""
     socket = dealer_socket(zmq.Context(), worker_address(run_dir), b"bench-1-a")
     socket.send_multipart(frames(Hello("bench", 1, "none", "cpu", "none", CELLS, 16, 4096, CELLS, True)))
     socket.send_multipart(frames(Load(0, PoolCells(free=CELLS), 0, 0, 0, [], Counters(), False)))
@@ -42,14 +56,17 @@ def scripted_worker(run_dir: str, tokens_each: int) -> None:
                 case Ping():
                     step += 1
                     socket.send_multipart(frames(Load(step, PoolCells(free=CELLS), 0, len(streams), 0, [], Counters(), False)))
+        news = []
         for request_id, progress in list(streams.items()):
             made, wanted = progress
             count = min(tokens_each, wanted - made)
-            socket.send_multipart(frames(Tokens(request_id, made, [49_000] * count)))
+            news.append(pack(Tokens(request_id, made, [49_000] * count)))
             progress[0] += count
             if progress[0] == wanted:
-                socket.send_multipart(frames(Finished(request_id, "length", Usage(4, wanted))))
+                news.append(pack(Finished(request_id, "length", Usage(4, wanted))))
                 del streams[request_id]
+        for payload in bundles(news):
+            socket.send_multipart((PROTOCOL, payload))
 
 
 def reading_client(run_dir: str, streams: int, tokens: int, began: "multiprocessing.Queue[float]") -> None:
@@ -79,51 +96,73 @@ def reading_client(run_dir: str, streams: int, tokens: int, began: "multiprocess
         began.put(runner.run(all_streams()))
 
 
-def measure(streams: int, tokens: int, tokens_each: int) -> tuple[float, float, float]:
-    """Seconds, processor seconds of the router, its resident MiB at the end."""
+@dataclass(frozen=True)
+class Run:
+    """Seconds of one run, processor seconds of each process, the router's resident MiB at the end."""
+
+    seconds: float
+    router: float
+    client: float
+    worker: float
+    mib: float
+
+
+def measure(streams: int, tokens: int, tokens_each: int) -> Run:
+    """`streams` at once, of `tokens` each."""
     with tempfile.TemporaryDirectory(prefix="parkade-") as run_dir:
-        router = subprocess.Popen([sys.executable, "-m", "router", "--run-dir", run_dir, "--max-queued", "100000"])
+        router = subprocess.Popen(
+            [sys.executable, "-m", "router", "--run-dir", run_dir, "--max-queued", "100000"], stderr=subprocess.DEVNULL
+        )
         while not Path(run_dir, "worker.sock").exists():
             time.sleep(0.02)
         results: multiprocessing.Queue[float] = multiprocessing.Queue()
         worker = multiprocessing.Process(target=scripted_worker, args=(run_dir, tokens_each), daemon=True)
         client = multiprocessing.Process(target=reading_client, args=(run_dir, streams, tokens, results), daemon=True)
-        process = psutil.Process(router.pid)
         worker.start()
-        before = process.cpu_times()
         client.start()
+        pids = (router.pid, client.pid, worker.pid)
+        before = [cpu_seconds(pid) for pid in pids]
         try:
             seconds = results.get(timeout=120)
-            after = process.cpu_times()
-            mib = process.memory_info().rss / 2**20
+            cpu = [cpu_seconds(pid) - former for pid, former in zip(pids, before, strict=True)]
+            return Run(seconds, *cpu, psutil.Process(router.pid).memory_info().rss / 2**20)
         finally:
             worker.kill()
             client.kill()
             router.terminate()
             router.wait(20)
-        return seconds, (after.user + after.system) - (before.user + before.system), mib
+
+
+def cpu_seconds(pid: int | None) -> float:
+    """What a process has used so far, all its threads together."""
+    times = psutil.Process(pid).cpu_times()
+    return times.user + times.system
+
+
+def spread(values: list[float], digits: int = 0) -> str:
+    """Median (lowest to highest)."""
+    return f"{statistics.median(values):,.{digits}f} ({min(values):,.{digits}f} to {max(values):,.{digits}f})"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--tokens", type=int, default=60_000, help="of all streams together")
+    parser.add_argument("--tokens", type=int, default=200_000, help="of all streams together")
     args = parser.parse_args()
-    print(
-        f"{'streams':>8} {'tokens a message':>17} | {'router CPU us/token':>20} {'us/message':>11} | {'messages/s':>11} | RSS MiB"
-    )
-    for streams, tokens_each in ((1, 1), (4, 1), (100, 1), (1000, 1), (4, 4)):
+    print("| streams | tokens of each a step | tokens/s | router us/token | client us/token | worker us/token | router MiB |")
+    print("|---|---|---|---|---|---|---|")
+    for streams, tokens_each in ((1, 1), (4, 1), (16, 1), (100, 1), (1000, 1), (4, 4), (100, 4)):
         tokens = args.tokens // streams
         runs = [measure(streams, tokens, tokens_each) for _ in range(args.rounds)]
-        messages = streams * -(-tokens // tokens_each)
-        per_token = [1e6 * cpu / (streams * tokens) for _, cpu, _ in runs]
-        rate = [messages / seconds for seconds, _, _ in runs]
-        print(
-            f"{streams:>8} {tokens_each:>17} | {statistics.median(per_token):>8.1f} ({min(per_token):.1f}-{max(per_token):.1f})"
-            f" {statistics.median(per_token) * streams * tokens / messages:>11.1f} |"
-            f" {statistics.median(rate):>11,.0f} | {max(mib for _, _, mib in runs):>7.0f}",
-            flush=True,
-        )
+        total = streams * tokens
+        cells = [
+            spread([total / run.seconds for run in runs]),
+            spread([1e6 * run.router / total for run in runs], 1),
+            spread([1e6 * run.client / total for run in runs], 1),
+            spread([1e6 * run.worker / total for run in runs], 1),
+            f"{max(run.mib for run in runs):.0f}",
+        ]
+        print(f"| {streams} | {tokens_each} | {' | '.join(cells)} |", flush=True)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ from gpu_worker.parking import Parking
 from gpu_worker.policy import events
 from gpu_worker.policy.scheduler import Scheduler
 from wire import failpoints, messages
-from wire.codec import Decoder, ProtocolError, frames
+from wire.codec import Decoder, ProtocolError, bundles, pack
 from wire.service import log, notify
 
 COPY_BYTES_PER_STEP = 4 << 20  # about 1 ms with its checksum: what neighbours wait for a park or a resume
@@ -123,7 +123,7 @@ class Worker:
             case messages.Resume(request_id, reason):
                 self._handle(events.ResumeRequested(request_id, reason))
             case messages.Ping():
-                self._send_load(self._heard_at)
+                self._send(self._load(self._heard_at))
             case messages.Drain():
                 self.draining = True
 
@@ -136,15 +136,16 @@ class Worker:
         for action in actions:
             if isinstance(action, events.Reserve | events.Save | events.Load | events.ReleaseLease):
                 self.parking.act(action, now)
+        news: list[messages.Message] = []
         if any(isinstance(action, events.Finish | events.Notify) for action in actions):
-            self._send_load(now)
+            news.append(self._load(now))
         for action in actions:
             match action:
                 case events.Emit(request_id, offset, tokens, logprobs, prompt_offset, prompt_logprobs):
-                    self._send(messages.Tokens(request_id, offset, tokens, logprobs, prompt_offset, prompt_logprobs))
+                    news.append(messages.Tokens(request_id, offset, tokens, logprobs, prompt_offset, prompt_logprobs))
                 case events.Notify(request_id, event, kind, mode, parked_ms, usage, choice):
                     reason = choice.reason if choice is not None else ""
-                    self._send(messages.Notice(request_id, event, kind, mode, parked_ms, usage, reason))
+                    news.append(messages.Notice(request_id, event, kind, mode, parked_ms, usage, reason))
                     if choice is not None:
                         failpoints.hit("parked")
                         log.info("parked %s (%s): %s", request_id, kind, told(choice))
@@ -152,39 +153,39 @@ class Worker:
                         log.info("resumed %s after %d ms: %s", request_id, parked_ms, mode)
                 case events.Finish(request_id, reason, usage, error, code):
                     failpoints.hit("finishing")
-                    self._send(messages.Finished(request_id, reason, usage, error, code))
+                    news.append(messages.Finished(request_id, reason, usage, error, code))
+        self._send(*news)
 
-    def _send(self, message: messages.Message) -> None:
-        """To the router. A full pipe means that it is stuck or gone: waiting a little bounds memory, and what is lost is
-        replayed from its ledger."""
-        try:
-            self.socket.send_multipart(frames(message), zmq.NOBLOCK)
-        except zmq.Again:
-            if self.socket.poll(1000, zmq.POLLOUT):
-                self.socket.send_multipart(frames(message), zmq.NOBLOCK)
-            else:
-                log.warning("the router takes nothing; dropped %s", type(message).__name__)
+    def _send(self, *news: messages.Message) -> None:
+        """To the router, together. A full pipe means that it is stuck or gone: waiting a little bounds memory, and what is lost
+        is replayed from its ledger."""
+        for payload in bundles(map(pack, news)):
+            try:
+                self.socket.send_multipart((messages.PROTOCOL, payload), zmq.NOBLOCK)
+            except zmq.Again:
+                if self.socket.poll(1000, zmq.POLLOUT):
+                    self.socket.send_multipart((messages.PROTOCOL, payload), zmq.NOBLOCK)
+                else:
+                    log.warning("the router takes nothing; dropped %d bytes of messages", len(payload))
 
-    def _send_load(self, now: float) -> None:
+    def _load(self, now: float) -> messages.Load:
+        """The newest picture, which is about to be sent."""
         self._loaded_at = now
         load = self.scheduler.load()
         counters = replace(load.counters, damaged=self.parking.damaged)
-        self._send(
-            messages.Load(
-                self.step, load.cells, load.waiting, load.running, load.parked, load.slots, counters, self.parking.connected
-            )
+        return messages.Load(
+            self.step, load.cells, load.waiting, load.running, load.parked, load.slots, counters, self.parking.connected
         )
 
     def _say_hello(self, now: float) -> None:
         self._hello_at = now
-        self._send(self.hello)
-        self._send_load(now)
+        self._send(self.hello, self._load(now))
 
     # time -----------------------------------------------------------------------------------------------------------------
     def _tend(self, now: float) -> None:
         """Heartbeat, watchdog, and the router's silence."""
         if now - self._loaded_at >= HEARTBEAT_S and not self.scheduler.idle:
-            self._send_load(now)
+            self._send(self._load(now))
         if now - self._watchdog_at >= WATCHDOG_S:
             self._watchdog_at = now
             notify("WATCHDOG=1")

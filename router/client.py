@@ -11,7 +11,7 @@ import zmq
 from msgspec.structs import fields
 from zmq.utils.monitor import recv_monitor_message
 
-from wire.codec import Decoder, ProtocolError, frames
+from wire.codec import Decoder, ProtocolError, frames, unbundle
 from wire.messages import (
     DEFAULT_PARK_S,
     MAX_PARK_S,
@@ -195,19 +195,21 @@ class Client:
 
     def _receive(self) -> None:
         """Take in what has arrived. The FD only tells of changes, so this ends with an empty socket or with another turn."""
-        if not self._open:
-            return
-        for _ in range(_BATCH):
+        taken = 0
+        while self._open and taken < _BATCH:
             try:
                 parts = self._socket.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
                 return
+            taken += 1
             try:
-                message = _DECODER.decode(parts)
+                for payload in unbundle(parts):
+                    self._dispatch(_DECODER.unpack(payload), len(payload))
+                    taken += 1
             except ProtocolError:
                 continue  # a router of another version; its streams cannot be read, and time-outs are the caller's
-            self._dispatch(message, len(parts[1]))
-        self._loop.call_soon(self._receive)
+        if self._open:
+            self._loop.call_soon(self._receive)
 
     def _dispatch(self, message: RouterToClient, nbytes: int) -> None:
         if isinstance(message, Status):

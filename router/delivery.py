@@ -42,17 +42,17 @@ class Delivery:
 
     def flush(self, request: Request, now: float) -> bool:
         """Send what waits, as far as credit goes; whether nothing waits any more."""
-        while request.waits and request.has_credit:
+        while (waits := request.waits) and request.has_credit:
             self.send(request, request.next_chunk(), now)
         # a stream that we had parked stays under watch until credit lets it go on, even if nothing waits just now
-        if request.waits or (request.credit_held and not request.has_credit):
+        if waits or (request.credit_held and not request.has_credit):
             if request.blocked_at is None:
                 request.blocked_at = now
                 self.blocked[request.request_id] = request
         elif request.blocked_at is not None:
             request.blocked_at = None
             del self.blocked[request.request_id]
-        return not request.waits
+        return not waits
 
     def credit(self, request: Request, consumed_bytes: int, now: float) -> bool:
         """The client has taken in so much of the stream since its start; whether that is news."""

@@ -83,6 +83,12 @@ class Ledger:
         """What a worker says. A former life, a lost worker and a request that is not its own change nothing."""
         worker = self.fleet.workers.get(identity)
         match message:
+            case messages.Tokens() | messages.Notice() | messages.Finished() if worker is not None:  # first: they are the most
+                request = worker.assigned.get(message.request_id)
+                if request is not None:
+                    self._of_stream(worker, request, message, now)
+                elif isinstance(message, messages.Finished) and worker.stale.pop(message.request_id, None) is not None:
+                    self._dispatch(now)
             case messages.Hello():
                 self._hello(identity, message, now)
             case messages.Load() if worker is not None:
@@ -90,12 +96,6 @@ class Ledger:
             case messages.Goodbye() if worker is not None:
                 self._end_life(worker, now)
                 self._dispatch(now)
-            case _ if worker is not None:
-                request = worker.assigned.get(message.request_id)
-                if request is not None:
-                    self._of_stream(worker, request, message, now)
-                elif isinstance(message, messages.Finished) and worker.stale.pop(message.request_id, None) is not None:
-                    self._dispatch(now)
         return self._take()
 
     def client_lost(self, client: bytes, now: float) -> list[Action]:

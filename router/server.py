@@ -22,7 +22,7 @@ from router.metrics import Metrics
 from router.outlet import Outlet
 from router.status import status_of
 from wire import failpoints, sockets
-from wire.codec import Decoder, ProtocolError, pack
+from wire.codec import Decoder, ProtocolError, bundles, pack, unbundle
 from wire.config import ConfigError
 from wire.messages import (
     Accepted,
@@ -182,18 +182,26 @@ class Server:
             self._done.set_result(None)
 
     def _drain_workers(self, now: float) -> int:
-        for count in range(BATCH):
+        count = 0
+        while count < BATCH:
             try:
                 identity, *parts = self._workers.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
-                return count
+                break
             try:
-                message = _WORKERS.decode(parts)
+                payloads = unbundle(parts)
             except ProtocolError as error:
+                payloads = []
                 self._bad_message("worker", identity, error)
-                continue
-            self._act(self.ledger.from_worker(identity, message, now), now)
-        return BATCH
+            count += max(1, len(payloads))
+            actions: list[Action] = []
+            for payload in payloads:
+                try:
+                    actions += self.ledger.from_worker(identity, _WORKERS.unpack(payload), now)
+                except ProtocolError as error:
+                    self._bad_message("worker", identity, error)
+            self._act(actions, now)
+        return count
 
     def _drain_clients(self, now: float) -> int:
         for count in range(BATCH):
@@ -260,21 +268,32 @@ class Server:
 
     # out --------------------------------------------------------------------------------------------------------------
     def _act(self, actions: list[Action], now: float) -> None:
-        """Do what the ledger wants. A peer that turns out to be gone is an event of its own, handled after the others."""
+        """Do what the ledger wants. What goes to one client goes together; a peer that turns out to be gone is an event of its
+        own, handled after the others."""
         while actions:
-            lost_clients, lost_workers = set[bytes](), set[bytes]()
+            lost_workers = set[bytes]()
+            for_clients: dict[bytes, list[bytes]] = {}
+            probes: list[ToClient] = []
             for action in actions:
                 if failpoints.armed and not action.probe and (name := _FAILPOINTS.get(type(action.message))) is not None:
                     failpoints.hit(name)
                 if isinstance(action, ToClient):
-                    if action.client not in lost_clients and not self._to_clients.send(
-                        action.client, action.payload, now, action.probe
-                    ):
-                        lost_clients.add(action.client)
+                    if action.probe:
+                        probes.append(action)
+                    else:
+                        for_clients.setdefault(action.client, []).append(action.payload)
                 elif action.worker not in lost_workers and not self._to_workers.send(
                     action.worker, pack(action.message), now, action.probe
                 ):
                     lost_workers.add(action.worker)
+            lost_clients = {
+                client
+                for client, payloads in for_clients.items()
+                if not all(self._to_clients.send(client, payload, now) for payload in bundles(payloads))
+            }
+            for probe in probes:
+                if not self._to_clients.send(probe.client, probe.payload, now, probe=True):
+                    lost_clients.add(probe.client)
             actions = [
                 *(more for worker in lost_workers for more in self.ledger.worker_lost(worker, now)),
                 *(more for client in lost_clients for more in self.ledger.client_lost(client, now)),

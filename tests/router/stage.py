@@ -11,7 +11,7 @@ import zmq.asyncio
 
 from router.client import Client
 from router.server import Server
-from wire.codec import Decoder, frames
+from wire.codec import Decoder, frames, unbundle
 from wire.messages import (
     Cancel,
     Counters,
@@ -155,13 +155,16 @@ class RawReader:
     def __init__(self, socket: zmq.asyncio.Socket) -> None:
         self.socket = socket
         self._decoder: Decoder[RouterToClient] = Decoder(RouterToClient)
+        self._heard: list[Message] = []
 
     async def next(self, *kinds: type) -> Message:
         async with asyncio.timeout(PATIENCE_S):
             while True:
-                message = self._decoder.decode(await self.socket.recv_multipart())
-                if isinstance(message, kinds or Message):
-                    return message
+                while self._heard:
+                    message = self._heard.pop(0)
+                    if isinstance(message, kinds or Message):
+                        return message
+                self._heard += map(self._decoder.unpack, unbundle(await self.socket.recv_multipart()))
 
 
 @asynccontextmanager

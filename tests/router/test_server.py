@@ -8,8 +8,8 @@ import pytest
 import router.hostcache_link
 from router.client import Client
 from tests.router.stage import RawReader, ids_of, stage, until
-from wire.codec import frames, pack
-from wire.messages import Accepted, Budget, Cancel, Finished, Generate, GetBudget, Goodbye, Submit, Tokens
+from wire.codec import bundles, frames, pack, unbundle
+from wire.messages import PROTOCOL, Accepted, Budget, Cancel, Finished, Generate, GetBudget, Goodbye, Submit, Tokens, Usage
 from wire.sockets import client_address, hostcache_path
 
 
@@ -54,6 +54,55 @@ def test_requests_wait_for_the_first_worker_and_for_the_next_after_the_last(run)
             await until(client, lambda status: not status.workers)
             await s.worker(b"cpu0-2-b", plays=True)
             assert await reading == [0, 1, 2]
+
+    run(story())
+
+
+def test_what_a_worker_tells_together_reaches_each_client_together(run):
+    async def story():
+        async with stage() as s, s.client() as other:
+            worker = await s.worker()
+            raw = s.raw()
+            for request_id in ("a", "b"):
+                await raw.send_multipart(frames(Generate(request_id, [1], max_tokens=1)))
+                await worker.next(Submit)
+            stream = other.submit(Generate("c", [1], max_tokens=1))
+            await worker.next(Submit)
+            reader = RawReader(raw)
+            for _ in ("a", "b"):
+                await reader.next(Accepted)
+            told = [Tokens("a", 0, [5]), Tokens("c", 0, [6]), Tokens("b", 0, [7]), Finished("a", "length", Usage(1, 1))]
+            (payload,) = bundles([pack(message) for message in told])
+            await worker.socket.send_multipart([PROTOCOL, payload])
+            heard = unbundle(await raw.recv_multipart())
+            assert [bytes(payload) for payload in heard] == [pack(told[at]) for at in (0, 2, 3)]
+            assert (await anext(stream)).tokens == [6]
+
+    run(story())
+
+
+def test_of_a_bundle_only_what_is_garbage_is_dropped(run):
+    async def story():
+        async with stage() as s, s.client() as client:
+            worker = await s.worker()
+            stream = client.submit(Generate("r", [1], max_tokens=2))
+            await worker.next(Submit)
+            (payload,) = bundles([pack(Tokens("r", 0, [5])), pack(Cancel("r")), b"\xc0", pack(Tokens("r", 1, [6]))])
+            await worker.socket.send_multipart([PROTOCOL, payload])
+            await until(client, lambda status: 'sender="worker"} 2.0' in status.metrics)
+            assert [(await anext(stream)).tokens for _ in range(2)] == [[5], [6]]
+            assert not stream._ended
+
+    run(story())
+
+
+def test_clients_do_not_send_bundles(run):
+    async def story():
+        async with stage() as s, s.client() as client:
+            (payload,) = bundles([pack(Generate("r", [1])), pack(Generate("s", [1]))])
+            await s.raw().send_multipart([PROTOCOL, payload])
+            status = await until(client, lambda status: 'sender="client"} 1.0' in status.metrics)
+            assert status.queued == 0
 
     run(story())
 

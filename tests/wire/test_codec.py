@@ -9,9 +9,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.wire.shapes import changed, fields_of, members, messages_of, shapes
-from wire.codec import Decoder, ProtocolError, frames, pack
+from wire.codec import MAX_BUNDLE_BYTES, Decoder, ProtocolError, bundles, frames, pack, unbundle
 from wire.messages import (
     PROTOCOL,
+    Cancel,
     ClientToRouter,
     FromHostCache,
     RouterToClient,
@@ -103,6 +104,34 @@ def test_the_words_of_other_peers_are_refused(name: str, other: str, data: st.Da
 @each_union
 def test_depths_and_sizes_that_lie(name: str, payload: bytes) -> None:
     assert outcome(name, [PROTOCOL, payload]) is None
+
+
+@FUZZ
+@given(data=st.data())
+def test_what_is_told_together_is_heard_in_order(data: st.DataObject) -> None:
+    told = [pack(message) for message in data.draw(st.lists(messages_of(WorkerToRouter), max_size=30))]
+    assert [bytes(payload) for frame in bundles(told) for payload in unbundle([PROTOCOL, frame])] == told
+
+
+def test_a_message_alone_goes_as_it_is_and_a_bundle_is_of_a_size() -> None:
+    alone, large = pack(Cancel("r")), pack(Cancel("x" * MAX_BUNDLE_BYTES))
+    assert list(bundles([])) == []
+    assert list(bundles([alone])) == [alone]
+    cut = list(bundles([alone, alone, large, alone]))
+    assert [len(unbundle([PROTOCOL, frame])) for frame in cut] == [2, 1, 1]
+    many = list(bundles([alone] * 10_000))
+    assert sum(len(unbundle([PROTOCOL, frame])) for frame in many) == 10_000
+    assert all(len(frame) <= MAX_BUNDLE_BYTES + 3 for frame in many)
+
+
+@FUZZ
+@given(shapes() | st.binary(max_size=60) | st.sampled_from([b"", b"\x90", b"\xdc\xff\xff", b"\xdc\x00", *LIES]))
+def test_bundles_of_anything_are_payloads_or_refused(payload: bytes) -> None:
+    try:
+        found = unbundle([PROTOCOL, payload])
+    except ProtocolError:
+        return
+    assert found and sum(map(len, found)) <= len(payload)
 
 
 @FUZZ

@@ -9,7 +9,7 @@ from gpu_worker import worker as module
 from gpu_worker.policy.events import Choice, Notify, Plan, RowResult, StepDone, Submitted
 from gpu_worker.policy.scheduler import Limits, Scheduler
 from gpu_worker.worker import Worker, told
-from wire.codec import Decoder
+from wire.codec import Decoder, unbundle
 from wire.messages import Generate, Hello, Notice, Submit, Usage, WorkerToRouter
 
 HELLO = Hello("w", 1, "m", "cpu", "f32", 64, 16, 1, 64, True)
@@ -25,8 +25,8 @@ class Silence:
     def recv_multipart(self, _flags: int) -> list[bytes]:
         raise zmq.Again
 
-    def send_multipart(self, parts: list[bytes], _flags: int) -> None:
-        self.heard.append(self._decoder.decode(parts))
+    def send_multipart(self, parts: tuple[bytes, bytes], _flags: int) -> None:
+        self.heard += map(self._decoder.unpack, unbundle(parts))
 
     def poll(self, *_: object) -> int:
         return 0

@@ -22,7 +22,7 @@ from gpu_worker.worker import Worker
 from tools.gpu_check.figures import Figure
 from tools.gpu_check.random_model import RandomSource
 from wire import messages, sockets
-from wire.codec import Decoder, frames
+from wire.codec import Decoder, frames, unbundle
 from wire.config import Config
 from wire.messages import Generate, Hello, Sampling, Submit
 from wire.model_spec import ModelSpec
@@ -65,15 +65,16 @@ class Local:
             raise zmq.Again
         return self._out.popleft()
 
-    def send_multipart(self, parts: list[bytes], _flags: int) -> None:
+    def send_multipart(self, parts: tuple[bytes, bytes], _flags: int) -> None:
         now = time.perf_counter()
-        match self._decoder.decode(parts):
-            case messages.Tokens() as message:
-                self.tokens[message.request_id] += [now] * len(message.tokens)
-            case messages.Notice() as message:
-                self.notices.append((now, message))
-            case messages.Finished() as message:
-                self.finished[message.request_id] = message.reason
+        for message in map(self._decoder.unpack, unbundle(parts)):
+            match message:
+                case messages.Tokens():
+                    self.tokens[message.request_id] += [now] * len(message.tokens)
+                case messages.Notice():
+                    self.notices.append((now, message))
+                case messages.Finished():
+                    self.finished[message.request_id] = message.reason
         self._tick(self)
 
     def poll(self, *_: object) -> int:
