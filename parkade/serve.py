@@ -1,6 +1,7 @@
 """`parkade serve`: checks the settings, starts the processes, says when they are ready, and drains them at the end."""
 
 import asyncio
+import errno
 import os
 import signal
 import socket
@@ -117,8 +118,8 @@ def _terminal() -> bool:
     """Whether this process has a terminal that is still there."""
     try:
         os.close(os.open("/dev/tty", os.O_RDWR | os.O_NOCTTY | os.O_CLOEXEC))
-    except OSError:
-        return False
+    except OSError as error:
+        return error.errno in (errno.EMFILE, errno.ENFILE)  # that says nothing; what is asked is whether it has gone
     return True
 
 

@@ -54,6 +54,7 @@ class Child:
     process: subprocess.Popen | None = None
     started_at: float = 0.0
     delay_s: float = 0.0
+    refusal: str = ""  # why the system does not let it start, as told
     stopping: bool = False
     last_line: str = ""
     gone: asyncio.Event = field(default_factory=asyncio.Event)  # no process, and none will come
@@ -128,29 +129,15 @@ class Supervisor:
     def _start(self, child: Child) -> None:
         child.pending = None
         child.started_at = time.monotonic()
-        read_end, write_end = os.pipe2(os.O_CLOEXEC)
         try:
-            child.process = subprocess.Popen(
-                child.program.command,
-                env=child.program.environ,
-                stdin=subprocess.DEVNULL,
-                stdout=write_end,
-                stderr=write_end,
-                process_group=0,  # same session, own group: a Ctrl-C in the terminal is for us alone, we tell the children
-                umask=0o077,  # sockets are for this user, whatever the mode of a given folder
-                preexec_fn=die_with(os.getpid()),
-            )
+            child.process, read_end, pidfd = _spawn(child.program)
         except (OSError, subprocess.SubprocessError) as error:
-            os.close(read_end)
-            child.last_line = str(error)
-            self._ended(child, 127)
+            self._refused(child, error)
             return
-        finally:
-            os.close(write_end)
+        child.refusal = ""
         os.set_blocking(read_end, False)
         loop = asyncio.get_running_loop()
         lines = _Lines(lambda line: self._line(child, line))
-        pidfd = os.pidfd_open(child.process.pid)
         loop.add_reader(read_end, self._read, read_end, lines)
         loop.add_reader(pidfd, self._reap, child, pidfd, read_end, lines)
 
@@ -189,9 +176,24 @@ class Supervisor:
             if not self.failed.done():
                 self.failed.set_result(Failure(name, status, last_line))
             return
-        child.delay_s = next_delay_s(child.delay_s, time.monotonic() - child.started_at, status)
+        self._start_later(child, status)
         said = f": {last_line}" if status > 0 and last_line else ""
         log.warning("%s %s%s; starts again in %.1f s", name, ended_how(status), said, child.delay_s)
+
+    def _refused(self, child: Child, error: OSError | subprocess.SubprocessError) -> None:
+        """The system has no descriptor, process or memory for it. Said once, tried until it has."""
+        if not self.settled:
+            child.last_line = str(error)
+            self._ended(child, 127)
+            return
+        why = getattr(error, "strerror", None) or str(error)
+        if child.refusal != why:
+            log.warning("%s cannot be started: %s; trying until it can", child.program.name, why)
+        child.refusal = why
+        self._start_later(child, 127)
+
+    def _start_later(self, child: Child, status: int) -> None:
+        child.delay_s = next_delay_s(child.delay_s, time.monotonic() - child.started_at, status)
         child.pending = asyncio.get_running_loop().call_later(child.delay_s, self._start, child)
 
     def _signal(self, child: Child, number: int) -> None:
@@ -215,6 +217,35 @@ class Supervisor:
             log_raw(
                 f"{time.strftime('%H:%M:%S', time.localtime(now))}.{int(now % 1 * 1000):03} - {child.program.name:<10} {line}"
             )
+
+
+def _spawn(program: Program) -> tuple[subprocess.Popen, int, int]:
+    """The process, the end of the pipe that it writes to, and the descriptor that tells of its end. OSError or
+    subprocess.SubprocessError if it cannot be started or not be watched; nothing is left then."""
+    read_end, write_end = os.pipe2(os.O_CLOEXEC)
+    try:
+        process = subprocess.Popen(
+            program.command,
+            env=program.environ,
+            stdin=subprocess.DEVNULL,
+            stdout=write_end,
+            stderr=write_end,
+            process_group=0,  # same session, own group: a Ctrl-C in the terminal is for us alone, we tell the children
+            umask=0o077,  # sockets are for this user, whatever the mode of a given folder
+            preexec_fn=die_with(os.getpid()),
+        )
+    except (OSError, subprocess.SubprocessError):
+        os.close(read_end)
+        raise
+    finally:
+        os.close(write_end)
+    try:
+        return process, read_end, os.pidfd_open(process.pid)
+    except OSError:
+        os.close(read_end)
+        process.kill()
+        process.wait()
+        raise
 
 
 class _Lines:

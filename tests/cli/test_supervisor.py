@@ -3,10 +3,11 @@
 import asyncio
 import logging
 import os
+import resource
 import signal
 import sys
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 
 import psutil
@@ -118,6 +119,37 @@ async def test_a_signal_before_ready_is_no_failure(said: Said) -> None:
         os.kill(pid(supervisor, "one"), signal.SIGKILL)
         await said.until(lambda _: said.count("up") == 2)
         assert not supervisor.failed.done()
+
+
+@contextmanager
+def descriptors(free: int) -> Iterator[None]:
+    """This process may open no more than so many."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    os.close(first := os.dup(0))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (first + free, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+@pytest.mark.parametrize("free", [0, 2, 3])  # none; for the pipe; for what the child reads, too, and not to hear of its start
+async def test_what_cannot_start_without_a_descriptor_is_tried_until_it_can(said: Said, free: int) -> None:
+    wrong: list[dict] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: wrong.append(context))
+    async with running(sleeper("one")) as supervisor:
+        await said.until(lambda _: said.count(" one ", "up") == 1)
+        os.kill(pid(supervisor, "one"), signal.SIGKILL)
+        await said.until(lambda _: said.count("one was killed by SIGKILL") == 1)
+        used = len(os.listdir("/proc/self/fd"))
+        with descriptors(free):
+            async with asyncio.timeout(LIMIT_S):
+                while supervisor.children[0].delay_s < 0.8:  # it doubles with each try
+                    await asyncio.sleep(0.01)
+            assert said.count("cannot be started") == said.count("one cannot be started: Too many open files; trying until") == 1
+        assert len(os.listdir("/proc/self/fd")) == used
+        await said.until(lambda _: said.count(" one ", "up") == 2)
+    assert not wrong
 
 
 async def test_waves_end_one_after_the_other(said: Said) -> None:

@@ -6,9 +6,11 @@ The toy model's oracle knows each text, so one token that is lost, doubled or wr
 import asyncio
 import functools
 import os
+import resource
 import signal
 import sys
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import psutil
@@ -276,6 +278,32 @@ async def killed_streams(stack: Stack) -> Heard:
                 process.kill()
 
         return (await streams(client, once(GENERATED // 4, kill)))[0]
+
+
+# no descriptors -------------------------------------------------------------------------------------------------------
+def test_a_dead_worker_is_back_as_soon_as_serve_has_a_descriptor_again(stack):
+    serve, before = stack.process.pid, stack.pid_of("gpu_worker")
+    limits = resource.prlimit(serve, resource.RLIMIT_NOFILE)
+    told = stack.log.count("cannot be started")
+
+    async def scenario(client: Client) -> list[Heard]:
+        return await streams(client, once(GENERATED // 4, lambda: stack.kill("gpu_worker")))
+
+    def rescue() -> None:
+        try:
+            stack.until(lambda: "worker0 cannot be started: Too many open files; trying until it can" in stack.log, "it is told")
+        finally:
+            resource.prlimit(serve, resource.RLIMIT_NOFILE, limits)
+
+    resource.prlimit(serve, resource.RLIMIT_NOFILE, (3, limits[1]))  # no new one
+    with ThreadPoolExecutor(1) as beside:
+        rescued = beside.submit(rescue)
+        all_right(by_zeromq(stack, scenario))
+        rescued.result()
+    next_life(stack, "gpu_worker", before)
+    assert stack.log.count("cannot be started") == told + 1
+    assert "Traceback" not in stack.log
+    quiet(stack)
 
 
 # SIGTERM --------------------------------------------------------------------------------------------------------------
