@@ -182,7 +182,9 @@ class Server:
             self._done.set_result(None)
 
     def _drain_workers(self, now: float) -> int:
+        """All of it first, then what follows from it: the more has piled up, the more goes to each client together."""
         count = 0
+        actions: list[Action] = []
         while count < BATCH:
             try:
                 identity, *parts = self._workers.recv_multipart(zmq.NOBLOCK)
@@ -194,13 +196,12 @@ class Server:
                 payloads = []
                 self._bad_message("worker", identity, error)
             count += max(1, len(payloads))
-            actions: list[Action] = []
             for payload in payloads:
                 try:
                     actions += self.ledger.from_worker(identity, _WORKERS.unpack(payload), now)
                 except ProtocolError as error:
                     self._bad_message("worker", identity, error)
-            self._act(actions, now)
+        self._act(actions, now)
         return count
 
     def _drain_clients(self, now: float) -> int:
