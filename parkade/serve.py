@@ -1,6 +1,7 @@
 """`parkade serve`: checks the settings, starts the processes, says when they are ready, and drains them at the end."""
 
 import asyncio
+import contextlib
 import errno
 import os
 import signal
@@ -16,7 +17,7 @@ from wire import sockets
 from wire.config import Config, ConfigError, as_environ, devices
 from wire.messages import Status
 from wire.model_files import find_model
-from wire.service import USER_ERROR, log, notify
+from wire.service import USER_ERROR, log, notify, write_out
 
 POLL_S = 0.1
 ASK_S = 5.0
@@ -157,7 +158,8 @@ async def _say_ready(config: Config) -> None:
     except TimeoutError:
         log.warning("ready, but the router did not tell its state within %g s", ASK_S)
     notify("READY=1\nSTATUS=serving")
-    print(f"ready {url_of(config.host, config.port)}", flush=True)
+    with contextlib.suppress(OSError):  # a full disk, or nobody who reads
+        write_out(1, f"ready {url_of(config.host, config.port)}\n")
 
 
 def _in_words(status: Status) -> str:

@@ -2,6 +2,7 @@
 
 import argparse
 import atexit
+import contextlib
 import logging
 import os
 import queue
@@ -26,7 +27,8 @@ def run(process_name: str, main: Callable[[Config], int | None], argv: Sequence[
         return main(setup(process_name, argv)) or 0
     except ConfigError as error:
         flush_log()
-        print(f"error: {error}", file=sys.stderr, flush=True)
+        with contextlib.suppress(OSError):
+            write_out(2, f"error: {error}\n")
         return USER_ERROR
 
 
@@ -61,6 +63,17 @@ def raise_file_limit() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
+def write_out(fd: int, text: str) -> None:
+    """To stdout (1) or stderr (2), past Python's buffers: what a full disk has refused would be tried again with what comes
+    later, and at the end of the process, whose status it may change. OSError if it cannot be written. Nothing happens where there
+    is no such file."""
+    if (sys.stdout if fd == 1 else sys.stderr) is None:  # it was closed at the start: the number may be another file's by now
+        return
+    data = text.encode(errors="backslashreplace")
+    while data:
+        data = data[os.write(fd, data) :]
+
+
 # log ------------------------------------------------------------------------------------------------------------------
 class _StderrThread(logging.Handler):
     """Writes lines to stderr from a thread of its own: a reader that stops reading must never stop the loop that logs."""
@@ -83,14 +96,13 @@ class _StderrThread(logging.Handler):
 
     def _write(self) -> None:
         while (line := self.lines.get()) is not None:
-            if self.dropped:
-                dropped, self.dropped = self.dropped, 0
-                line += f"\n({dropped} lines dropped: nobody read stderr)"
+            if dropped := self.dropped:
+                self.dropped -= dropped
+                line = f"({dropped} lines dropped: stderr did not take them)\n{line}"
             try:
-                sys.stderr.write(line + "\n")
-                sys.stderr.flush()
-            except (OSError, ValueError):  # the reader is gone; the process goes on without a log
-                continue
+                write_out(2, line + "\n")
+            except OSError:  # the reader is gone, or the disk is full; the process goes on without a log
+                self.dropped += dropped + 1
 
     def stop(self) -> None:
         """Write what is queued, for a second at most."""
