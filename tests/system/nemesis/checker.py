@@ -7,7 +7,7 @@
 - Images never take more than the budget; when all is quiet, nobody holds a cell, a seat or a lease.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 AROUND_S = 5.0  # between a death and what clients see of it; on a busy machine a death is seen late itself
 BACK_S = 30.0  # after a death, until which a new process may not answer yet
@@ -30,7 +30,7 @@ def check(events: Iterable[dict], texts: Texts) -> list[str]:
     deaths = [(event["t"], event["process"]) for event in events if event["event"] == "died"]
     gone = [(event["t"], event["target"]) for event in events if event["event"] == "fault" and event["kind"] == "term"]
     for stream in streams.values():
-        broken += _stream(stream, texts, deaths, gone)
+        broken += check_stream(stream, texts, deaths, gone)
     for event in events:
         if event["event"] == "budget" and not event["used"] <= event["held"] <= event["budget"]:
             broken.append(f"{event['t']} s: budget {event['budget']} bytes, held {event['held']}, used {event['used']}")
@@ -41,7 +41,11 @@ def check(events: Iterable[dict], texts: Texts) -> list[str]:
     return broken
 
 
-def _stream(events: list[dict], texts: Texts, deaths: list[tuple[float, str]], gone: list[tuple[float, str]]) -> list[str]:
+def check_stream(
+    events: list[dict], texts: Texts, deaths: Sequence[tuple[float, str]] = (), gone: Sequence[tuple[float, str]] = ()
+) -> list[str]:
+    """What was broken of one stream: its events, with its submit first. `deaths`: when which process died, `gone`: which was
+    told to end."""
     submit, name = events[0], events[0]["id"]
     broken: list[str] = []
     ids: list[int] = []

@@ -11,6 +11,10 @@ class History:
     def __init__(self, path: Path | None = None) -> None:
         self.events: list[dict] = []
         self._file = path.open("w") if path else None
+        self.begin()
+
+    def begin(self) -> None:
+        """The run begins now."""
         self._began = time.monotonic()
         self.token_at = 0.0  # the newest
 

@@ -70,15 +70,7 @@ class Server:
 
     def stop(self) -> list[str]:
         """Drain and stop it; what it leaves behind."""
-        broken = []
-        children = psutil.Process(self.stack.process.pid).children(recursive=True)
-        if status := self.stack.stop(signal.SIGTERM):
-            broken.append(f"serve ended with status {status}")
-        _, alive = psutil.wait_procs(children, timeout=10)
-        broken += [f"{process} is left" for process in alive if process.is_running() and process.status() != psutil.STATUS_ZOMBIE]
-        broken += [f"/dev/shm/{name} is left" for name in set(os.listdir("/dev/shm")) - self.shm]
-        run_dir = self.folder / "run"
-        broken += [f"{path.name} is left" for path in run_dir.glob("*.sock")]
+        broken = stop(self.stack, self.shm)
         for pid, (process, nbytes, fds) in self.last.items():
             _, first_bytes, first_fds = self.first[pid]
             if nbytes - first_bytes > GROWTH_BYTES:
@@ -94,6 +86,18 @@ class Server:
                 found = psutil.Process(pid)
                 self.last[pid] = (process, found.memory_info().rss, found.num_fds())
                 self.first.setdefault(pid, self.last[pid])
+
+
+def stop(stack: Stack, shm: set[str]) -> list[str]:
+    """Drain and stop a server; what it leaves behind. `shm`: what was in /dev/shm before it."""
+    broken = []
+    children = psutil.Process(stack.process.pid).children(recursive=True)
+    if status := stack.stop(signal.SIGTERM):
+        broken.append(f"serve ended with status {status}")
+    _, alive = psutil.wait_procs(children, timeout=10)
+    broken += [f"{process} is left" for process in alive if process.is_running() and process.status() != psutil.STATUS_ZOMBIE]
+    broken += [f"/dev/shm/{name} is left" for name in set(os.listdir("/dev/shm")) - shm]
+    return broken + [f"{path.name} is left" for path in stack.run_dir.glob("*.sock")]
 
 
 def toy_texts() -> Texts:
@@ -153,7 +157,8 @@ async def _run(server: Server, seed: int, seconds: float, history: History) -> N
             await nemesis.run(plan.faults(seed, seconds), seconds)
             await nemesis.end()
         sampling.cancel()
-        await _quiet(server, lives, history)
+        await quiet(stack, lives, history)
+        server.look(lives)
     finally:
         watching.cancel()
         sampling.cancel()
@@ -171,25 +176,24 @@ async def _sample(address: str, history: History) -> None:
             await asyncio.sleep(SAMPLE_S)
 
 
-async def _quiet(server: Server, lives: Lives, history: History) -> None:
+async def quiet(stack: Stack, lives: Lives, history: History) -> None:
     """Wait until everybody is back and nobody has anything; write down what is left if that does not come."""
     until = time.monotonic() + QUIET_S
     left: dict[str, object] = {"status": None}
-    async with Client(server.stack.address) as client, httpx.AsyncClient(base_url=server.stack.url, timeout=2.0) as http:
+    async with Client(stack.address) as client, httpx.AsyncClient(base_url=stack.url, timeout=2.0) as http:
         while left and time.monotonic() < until:
             await asyncio.sleep(0.1)
             missing = [process for process in plan.PROCESSES if lives.pid_of(process) is None]
             try:
-                left = {f"process {name}": "gone" for name in missing} or _left(await client.status(2.0))
+                left = {f"process {name}": "gone" for name in missing} or left_over(await client.status(2.0))
                 if (health := (await http.get("/health")).status_code) != 200:
                     left["health"] = health
             except (TimeoutError, ConnectionError, httpx.HTTPError) as error:
                 left = {"status": type(error).__name__}
-    server.look(lives)
     history.record("quiet", left=left)
 
 
-def _left(status: Status) -> dict[str, object]:
+def left_over(status: Status) -> dict[str, object]:
     """What is not as in a server that nobody uses."""
     alive = [worker for worker in status.workers if worker.alive]
     found: dict[str, object] = {"ready": status.ready or None, "queued": status.queued, "running": status.running}
