@@ -24,6 +24,7 @@ from wire.sockets import client_address
 
 BACKLOG = 1024
 UNSENT_BYTES = 16 << 10  # a reader that stops pins about 200 KiB with it, and 4 MiB without
+SILENT_S = 120  # what was sent and not acknowledged for so long, or probes of a quiet peer: its machine is gone
 CLOSING_S = 1  # for connections after the drain: all that counts has ended
 
 
@@ -47,14 +48,28 @@ def main(config: Config) -> int:
 
 def taken_over(listener: socket.socket) -> socket.socket:
     """A socket that systemd listens on, with the options that `listen` sets; --host and --port do not count then."""
-    if listener.family != socket.AF_UNIX and hasattr(socket, "TCP_NOTSENT_LOWAT"):
-        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, UNSENT_BYTES)
+    if listener.family != socket.AF_UNIX:
+        bound_peers(listener)
     listener.setblocking(False)
     return listener
 
 
+def bound_peers(listener: socket.socket) -> None:
+    """What it accepts inherits these: little unsent for a peer that does not read, and an end for one that has gone without a
+    word. The time is longer than a client that reads nothing may have, so that it can still be told why (`slow_client`)."""
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in (
+        ("TCP_NOTSENT_LOWAT", UNSENT_BYTES),
+        ("TCP_USER_TIMEOUT", 1000 * SILENT_S),
+        ("TCP_KEEPIDLE", max(1, SILENT_S // 4)),
+        ("TCP_KEEPINTVL", max(1, SILENT_S // 8)),
+    ):
+        if hasattr(socket, name):
+            listener.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+
+
 def listen(host: str, port: int) -> socket.socket:
-    """A listening socket. What it accepts inherits TCP_NOTSENT_LOWAT. ConfigError if the address is not to be had."""
+    """A listening socket, with `bound_peers`. ConfigError if the address is not to be had."""
     try:
         family, kind, proto, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
         listener = socket.socket(family, kind, proto)
@@ -62,8 +77,7 @@ def listen(host: str, port: int) -> socket.socket:
         raise ConfigError(f"--host {host}: {error.strerror}") from None
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        if hasattr(socket, "TCP_NOTSENT_LOWAT"):
-            listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, UNSENT_BYTES)
+        bound_peers(listener)
         listener.bind(address)
         listener.listen(BACKLOG)
     except OSError as error:
