@@ -1,4 +1,4 @@
-# make setup | demo | test | test-long | serve | gpu-check | lint | audit | clean
+# make setup | demo | test | test-long | soak | serve | gpu-check | lint | audit | clean
 #
 # PYTHON       the interpreter that .venv is made from, 3.11 or newer
 # TORCH_INDEX  package index to take torch from, e.g. PyTorch's own index of CPU builds (see README, "Which torch");
@@ -24,7 +24,7 @@ PYCUDA_WHEELS := build/pycuda
 AUDIT := build/audit
 NATIVE_SOURCES := $(wildcard gpu_worker/native/*.cpp gpu_worker/native/*.h) gpu_worker/device/native.py
 
-.PHONY: setup demo test test-long tested serve gpu-check lint audit clean
+.PHONY: setup demo test test-long soak tested serve gpu-check lint audit clean
 
 setup: $(PACKAGES) $(NATIVE)
 
@@ -75,6 +75,10 @@ test: tested
 
 test-long: tested
 	@$(BIN)/python -m pytest -q -m long $(FLAGS)
+
+# half an hour; FLAGS="--minutes 5 --seed 2 --model bard"
+soak: setup
+	@$(BIN)/python -m tests.system.nemesis.soak $(FLAGS)
 
 serve: setup
 	@exec $(BIN)/parkade serve $(FLAGS)

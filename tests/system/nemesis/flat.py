@@ -14,6 +14,7 @@ import numpy as np
 GROWTH = 0.02  # of resident bytes, from the begin to the end of what is judged
 GROWTH_FDS = 4  # connections come and go
 LEAST = 8  # points that make a line
+MOST = 200  # of a line; from more, so many are taken
 
 
 @dataclass(frozen=True)
@@ -53,17 +54,20 @@ class Verdict:
     why: str
 
 
-def trend(points: Iterable[tuple[float, float]]) -> Trend:
+def trend(line: Iterable[tuple[float, float]]) -> Trend:
     """Of (second, value), at least LEAST of them, in order of time. The slope is the median of the slopes between all pairs
     (Theil and Sen), which single peaks do not move."""
-    times, values = (np.array(column, dtype=np.float64) for column in zip(*points, strict=True))
-    assert len(times) >= LEAST, f"{len(times)} points are no line"
+    times, values = (np.array(column, dtype=np.float64) for column in zip(*line, strict=True))
+    points = len(times)
+    assert points >= LEAST, f"{points} points are no line"
+    some = np.unique(np.linspace(0, points - 1, MOST).round().astype(int))
+    times, values = times[some], values[some]
     later, earlier = np.triu_indices(len(times), k=1)[::-1]
     slope = float(np.median((values[later] - values[earlier]) / (times[later] - times[earlier])))
     quarter = len(times) // 4
     first, last = float(np.median(values[:quarter])), float(np.median(values[-quarter:]))
     grown = max(last - first, slope * float(times[-1] - times[0]))
-    return Trend(len(times), first, last, slope, grown / first)
+    return Trend(points, first, last, slope, grown / first)
 
 
 def judge(samples: Iterable[Sample], warm_s: float, restart_s: float) -> list[Verdict]:
