@@ -9,7 +9,7 @@ from random import Random
 import pytest
 
 from tests.system.nemesis import flat
-from tests.system.nemesis.soak import LIVING, RESTARTED, Sieve, ask, judged, not_done, report, restarts, texts_of
+from tests.system.nemesis.soak import LIVING, MOST_TOKENS, RESTARTED, Sieve, ask, judged, not_done, report, restarts
 
 MIB = 1 << 20
 SECONDS, RESTART_S, WARM_S = 1800.0, 30.0, 180.0
@@ -114,8 +114,7 @@ def test_restarts_come_in_halves_and_leave_a_long_life_to_each():
 def test_prompts_are_few_so_that_the_texts_stay_few():
     asks = [ask(1, client, number, "toy") for client in range(10) for number in range(100)]
     assert len({repr(one.prompt) for one in asks}) <= 60
-    texts = texts_of("toy", "ipc:///nobody")
-    assert all(len(texts({"prompt": one.prompt})) >= one.max_tokens for one in asks)
+    assert max(one.max_tokens for one in asks) <= MOST_TOKENS
 
 
 # the sieve ------------------------------------------------------------------------------------------------------------
