@@ -411,10 +411,11 @@ class BudgetMachine(RuleBasedStateMachine):
         assert not self.resident and self.budget.held_bytes == self.budget.used_bytes == 0
 
 
-BudgetMachine.TestCase.settings = settings(max_examples=300, stateful_step_count=50, deadline=None)
+BudgetMachine.TestCase.settings = settings(max_examples=100, stateful_step_count=50, deadline=None)
 TestBudgetMachine = BudgetMachine.TestCase
 
 
 @pytest.mark.long
+@pytest.mark.timeout(1800)  # it needs two minutes of a processor that it may have to share
 class TestBudgetMachineLong(BudgetMachine.TestCase):
     settings = settings(max_examples=3000, stateful_step_count=80, deadline=None)
