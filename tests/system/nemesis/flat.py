@@ -72,7 +72,7 @@ def trend(line: Iterable[tuple[float, float]]) -> Trend:
 
 def judge(samples: Iterable[Sample], warm_s: float, restart_s: float) -> list[Verdict]:
     """Of all processes. `warm_s`: age from which a life is judged by itself, if it then goes on for three times as long.
-    `restart_s`: how long a life lasts that is ended again and again; it counts by its samples of the second half of that age."""
+    `restart_s`: how long a life lasts that is ended again and again; it counts by its samples of the last third of that age."""
     lives: dict[tuple[str, int], list[Sample]] = {}
     for sample in samples:
         lives.setdefault((sample.process, sample.pid), []).append(sample)
@@ -83,7 +83,7 @@ def judge(samples: Iterable[Sample], warm_s: float, restart_s: float) -> list[Ve
         if len(warm) >= LEAST and warm[-1].age_s >= 4 * warm_s:
             found.append(_memory(process, "life", [(sample.t, sample.rss) for sample in warm]))
             found.append(_descriptors(process, [(sample.t, sample.fds) for sample in warm]))
-        if same := [sample for sample in life if restart_s / 2 <= sample.age_s <= restart_s]:
+        if same := [sample for sample in life if 2 * restart_s / 3 <= sample.age_s <= restart_s]:
             at_age.setdefault(process, []).append((same[0].t, median(sample.rss for sample in same)))
     found += [_memory(process, "lives", points) for process, points in at_age.items() if len(points) >= LEAST]
     return sorted(found, key=lambda verdict: (verdict.process, verdict.what))

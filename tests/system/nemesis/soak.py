@@ -42,6 +42,7 @@ ZEROMQ_CLIENTS, HTTP_CLIENTS = 24, 6
 SHAPES = {"toy": 60, "bard": 12}  # different prompts; their texts are known beforehand and take no more memory later
 MOST_TOKENS = 500
 WARM_SHARE = 0.1  # of the soak, after which a life counts
+LOOK_S = 0.25
 KEPT = 20  # broken promises that are told; the others are counted
 RESTARTED = ("gpu_worker", "hostcache")  # in the first half, in the second
 LIVING = ("client", "gpu_worker", "hostcache", "router", "router.openai", "serve")
@@ -90,10 +91,13 @@ class Sieve(History):
         self.figures: Counter[str] = Counter()
         self.broken: list[str] = []
         self.streams: dict[str, list[dict]] = {}
+        self.first_at: float | None = None  # when tokens first came, since whoever set this to None
 
     def record(self, event: str, **fields: object) -> None:
         entry = {"t": self.now, "event": event, **fields}
         name = fields.get("id")
+        if event == "tokens" and self.first_at is None:
+            self.first_at = self.now
         match event:
             case "submit":
                 self.streams[name] = [entry]
@@ -168,7 +172,7 @@ class Soak:
         self, stack: Stack, model: str, seed: int, seconds: float, restart_s: float, sample_s: float, file: Path
     ) -> None:
         self.stack, self.model, self.seed, self.seconds, self.sample_s = stack, model, seed, seconds, sample_s
-        self.plan = restarts(seed, seconds, restart_s)
+        self.restart_s, self.plan = restart_s, restarts(seed, seconds, restart_s)
         self.done: Counter[str] = Counter()  # restarts by process
         self.sieve = Sieve(texts_of(model, stack.address))
         self.born = {stack.process.pid: 0.0, os.getpid(): 0.0}
@@ -190,7 +194,8 @@ class Soak:
                     group.create_task(http_client(self.stack.url, self.sieve, self._asks(number)))
                 for restart in self.plan:
                     await asyncio.sleep(max(0.0, restart.at_s - self.sieve.now))
-                    await self._restart(lives, restart)
+                    await self._served_for(self.restart_s / 2)
+                    self._restart(lives, restart)
             sampling.cancel()
             await quiet(self.stack, lives, self.sieve)
             await self._look_at_budget()
@@ -211,8 +216,14 @@ class Soak:
 
         return of
 
-    async def _restart(self, lives: Lives, restart: Restart) -> None:
+    async def _served_for(self, seconds: float) -> None:
+        """Until tokens have come for so long since the last restart: where starting is slow, restarts wait, and nobody starves."""
+        while self.sieve.first_at is None or self.sieve.now - self.sieve.first_at < seconds:
+            await asyncio.sleep(LOOK_S)
+
+    def _restart(self, lives: Lives, restart: Restart) -> None:
         lives.look()
+        self.sieve.first_at = None
         if pid := lives.pid_of(restart.process):
             send(pid, restart.signal)
             self.done[restart.process] += 1
