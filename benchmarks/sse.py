@@ -111,12 +111,14 @@ class Bench:
     adapter: psutil.Process
     router: psutil.Process
     orders: Connection
+    run_dir: str
+    port: int
 
-    def measure(self, streams: int, chunks: int) -> Run:
-        """About so many chunks of answers, `streams` at a time."""
-        answers = max(streams, chunks // TOKENS)
+    def measure(self, streams: int, chunks: int, tokens: int = TOKENS) -> Run:
+        """About so many chunks of answers of so many tokens, `streams` at a time."""
+        answers = max(streams, chunks // tokens)
         before = [used(process) for process in (self.adapter, self.router)]
-        self.orders.send((streams, answers, TOKENS))
+        self.orders.send((streams, answers, tokens))
         if not self.orders.poll(ANSWER_TIMEOUT_S):
             raise SystemExit("the answers do not come")
         seen, seconds, reader_s = self.orders.recv()
@@ -149,7 +151,7 @@ def bench() -> Iterator[Bench]:
             helper.start()
             stack.callback(helper.kill)
         wait_for(lambda: is_healthy(port), "the adapter")
-        yield Bench(started[1], started[0], ours)
+        yield Bench(started[1], started[0], ours, run_dir, port)
 
 
 def wait_for(condition, what: str) -> None:
