@@ -217,7 +217,7 @@ class Soak:
         return of
 
     async def _served_for(self, seconds: float) -> None:
-        """Until tokens have come for so long since the last restart: where starting is slow, restarts wait, and nobody starves."""
+        """Until tokens have come for so long since the last restart: where starting is slow, nobody starves."""
         while self.sieve.first_at is None or self.sieve.now - self.sieve.first_at < seconds:
             await asyncio.sleep(LOOK_S)
 
