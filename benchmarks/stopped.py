@@ -58,11 +58,13 @@ def measure(running: Bench, readers: int, how: str) -> Cost:
 
 @contextlib.contextmanager
 def stopped_http(running: Bench, readers: int) -> Iterator[None]:
-    """Readers over HTTP, one connection each."""
+    """Readers over HTTP, one connection each, that see only that they are answered."""
     with contextlib.ExitStack() as stack:
         for _ in range(readers):
             sock = stack.enter_context(socket.create_connection(("127.0.0.1", running.port)))
             sock.sendall(request(running.port, TOKENS))
+            if not sock.recv(12).endswith(b" 200"):
+                raise SystemExit("a stream was refused")
         yield
 
 

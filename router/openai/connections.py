@@ -8,6 +8,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 MAX_CONNECTIONS = 20_000  # where the descriptors allow it
 OTHER_DESCRIPTORS = 128  # what else the process has open
 MAX_HEAD_BYTES = 64 << 10  # request line and headers; as much between two pieces of a body, and for what follows it
+WRITE_BUFFER_BYTES = 16 << 10  # of an answer, kept for a reader that does not take it; then nothing more is taken from the router
 HEAD_S = 20.0  # from the first byte, or from the connection, to the end of the headers
 _REFUSAL = (
     b"HTTP/1.1 %s\r\ncontent-type: application/json\r\ncontent-length: %d\r\n%sconnection: close\r\n\r\n"
@@ -46,6 +47,7 @@ class Connection(HttpToolsProtocol):
     def connection_made(self, transport: Transport) -> None:
         """Let it in, or not."""
         super().connection_made(transport)
+        transport.set_write_buffer_limits(WRITE_BUFFER_BYTES)
         if len(self.connections) > self.max_connections:
             longest = next(iter(self.idle), None)
             if longest is None:

@@ -127,6 +127,15 @@ async def test_a_head_that_never_ends_is_waited_for_a_bounded_time(
     await asyncio.wait_for(kept.read(), 30)
 
 
+async def test_an_answer_that_is_not_taken_waits_in_a_small_buffer(adapter: Adapter) -> None:
+    _, writer = await connect(adapter)
+    assert await health(adapter) == 200  # on the next one: this one has been let in
+    for one in adapter.server.server_state.connections:
+        assert one.transport.get_write_buffer_limits()[1] == connections.WRITE_BUFFER_BYTES
+    assert adapter.server.server_state.connections
+    writer.close()
+
+
 def test_the_limit_fits_the_descriptors(adapter: Adapter) -> None:
     assert connections.connection_class(1024).max_connections == 1024 - connections.OTHER_DESCRIPTORS
     assert connections.connection_class(10**6).max_connections == connections.MAX_CONNECTIONS
