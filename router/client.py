@@ -8,6 +8,7 @@ from itertools import count
 from typing import Any
 
 import zmq
+from msgspec import Raw
 from msgspec.structs import fields
 from zmq.utils.monitor import recv_monitor_message
 
@@ -40,6 +41,7 @@ MAX_UNSENT = 10_000  # messages that wait for a router that does not read
 RETRY_S = 0.02
 STATUS_TIMEOUT_S = 5.0
 HOLD_TIMEOUT_S = 30.0  # a park waits for a step and a copy
+BEHIND = 32  # messages of a stream that wait for who iterates; what comes then is kept small
 _BATCH = 256  # messages taken in before the loop gets its turn
 _DECODER: Decoder[RouterToClient] = Decoder(RouterToClient)
 _SAMPLING_FIELDS = frozenset(field.name for field in fields(Sampling))
@@ -114,7 +116,7 @@ class Client:
         ConnectionError if the client is closed or far too much waits for the router already."""
         stream = Stream(self, generate.request_id)
         if generate.request_id in self._streams:
-            stream._take(Rejected(generate.request_id, "duplicate_id", "a stream with this request_id is still alive"), 0)
+            stream._take(Rejected(generate.request_id, "duplicate_id", "a stream with this request_id is still alive"))
             return stream
         self._send(generate)
         self._streams[generate.request_id] = stream
@@ -204,14 +206,14 @@ class Client:
             taken += 1
             try:
                 for payload in unbundle(parts):
-                    self._dispatch(_DECODER.unpack(payload), len(payload))
+                    self._dispatch(_DECODER.unpack(payload), payload)
                     taken += 1
             except ProtocolError:
                 continue  # a router of another version; its streams cannot be read, and time-outs are the caller's
         if self._open:
             self._loop.call_soon(self._receive)
 
-    def _dispatch(self, message: RouterToClient, nbytes: int) -> None:
+    def _dispatch(self, message: RouterToClient, payload: bytes | Raw) -> None:
         if isinstance(message, Status):
             if (question := self._questions.get(message.request_id)) is not None and not question.done():
                 question.set_result(message)
@@ -221,7 +223,7 @@ class Client:
         elif (stream := self._streams.get(message.request_id)) is not None:
             if isinstance(message, Finished | Rejected):
                 del self._streams[message.request_id]
-            stream._take(message, nbytes)
+            stream._take(message, payload)
 
     def _watch(self) -> None:
         """The connection broke. Whoever answers next knows none of our streams, except to cancel what was still on its way."""
@@ -242,7 +244,7 @@ class Client:
     def _end_streams(self, why: str, reason: str, code: str) -> None:
         streams, self._streams = self._streams, {}
         for request_id, stream in streams.items():
-            stream._take(Finished(request_id, reason, stream.usage, why, code), 0)
+            stream._take(Finished(request_id, reason, stream.usage, why, code))
 
 
 class Stream:
@@ -252,7 +254,7 @@ class Stream:
         self.request_id = request_id
         self.usage = Usage()  # the newest that was told
         self._client = client
-        self._messages: deque[tuple[StreamMessage, int]] = deque()
+        self._messages: deque[tuple[StreamMessage, int] | bytes] = deque()  # with its bytes on the wire, or packed
         self._news = asyncio.Event()
         self._accepted: Accepted | None = None
         self._rejected: Rejected | None = None
@@ -284,7 +286,8 @@ class Stream:
                 raise StopAsyncIteration
             self._news.clear()
             await self._news.wait()
-        message, nbytes = self._messages.popleft()
+        waited = self._messages.popleft()
+        message, nbytes = (_DECODER.unpack(waited), len(waited)) if isinstance(waited, bytes) else waited
         self._read_out = isinstance(message, Finished)
         self._consume(nbytes)
         return message
@@ -305,11 +308,11 @@ class Stream:
         self._messages.clear()
         self._news.set()
 
-    def _take(self, message: Accepted | Rejected | StreamMessage, nbytes: int) -> None:
+    def _take(self, message: Accepted | Rejected | StreamMessage, payload: bytes | Raw = b"") -> None:
         match message:
             case Accepted():
                 self._accepted = message
-                self._consume(nbytes)
+                self._consume(len(payload))
             case Rejected():
                 self._rejected = message
                 self._ended = True
@@ -320,8 +323,16 @@ class Stream:
                     self.usage = message.usage
                 self._ended = isinstance(message, Finished)
                 if not self._closed:
-                    self._messages.append((message, nbytes))
+                    self._keep(message, payload)
         self._news.set()
+
+    def _keep(self, message: StreamMessage, payload: bytes | Raw) -> None:
+        """Let it wait. Unpacked, the messages of a window would have up to ten times its size: behind some that wait they stay
+        packed."""
+        if payload and len(self._messages) >= BEHIND:
+            self._messages.append(bytes(payload))
+        else:
+            self._messages.append((message, len(payload)))
 
     def _consume(self, nbytes: int) -> None:
         self._consumed_bytes += nbytes
