@@ -194,8 +194,9 @@ class Soak:
                     group.create_task(http_client(self.stack.url, self.sieve, self._asks(number)))
                 for restart in self.plan:
                     await asyncio.sleep(max(0.0, restart.at_s - self.sieve.now))
-                    await self._served_for(self.restart_s / 2)
-                    self._restart(lives, restart)
+                    end_s = self.seconds / (2 if restart.process == RESTARTED[0] else 1)
+                    if await self._served_for(self.restart_s / 2, end_s):
+                        self._restart(lives, restart)
             sampling.cancel()
             await quiet(self.stack, lives, self.sieve)
             await self._look_at_budget()
@@ -216,10 +217,14 @@ class Soak:
 
         return of
 
-    async def _served_for(self, seconds: float) -> None:
-        """Until tokens have come for so long since the last restart: where starting is slow, nobody starves."""
+    async def _served_for(self, seconds: float, end_s: float) -> bool:
+        """Until tokens have come for so long since the last restart: where starting is slow, nobody starves. False if that would
+        be after `end_s`, when it is the next one's turn."""
         while self.sieve.first_at is None or self.sieve.now - self.sieve.first_at < seconds:
+            if self.sieve.now >= end_s:
+                return False
             await asyncio.sleep(LOOK_S)
+        return self.sieve.now < end_s
 
     def _restart(self, lives: Lives, restart: Restart) -> None:
         lives.look()
