@@ -147,7 +147,6 @@ class Worker:
                     reason = choice.reason if choice is not None else ""
                     news.append(messages.Notice(request_id, event, kind, mode, parked_ms, usage, reason))
                     if choice is not None:
-                        failpoints.hit("parked")
                         log.info("parked %s (%s): %s", request_id, kind, told(choice))
                     elif event == "resumed":
                         log.info("resumed %s after %d ms: %s", request_id, parked_ms, mode)
@@ -155,6 +154,10 @@ class Worker:
                     failpoints.hit("finishing")
                     news.append(messages.Finished(request_id, reason, usage, error, code))
         self._send(*news)
+        if failpoints.armed:
+            for action in actions:
+                if isinstance(action, events.Notify) and action.choice is not None:
+                    failpoints.hit("parked")
 
     def _send(self, *news: messages.Message) -> None:
         """To the router, together. A full pipe means that it is stuck or gone: waiting a little bounds memory, and what is lost

@@ -34,20 +34,20 @@ def frames(message: Message) -> list[bytes]:
 def bundles(payloads: Iterable[bytes]) -> Iterator[bytes]:
     """Packed messages for one peer as payloads of few frames, in order: a message alone, or a msgpack array of several, of up to
     about MAX_BUNDLE_BYTES. What a frame costs is then paid once for all that is said at one moment."""
-    together: list[msgspec.Raw] = []
+    together: list[bytes] = []
     nbytes = 0
     for payload in payloads:
         if together and nbytes + len(payload) > MAX_BUNDLE_BYTES:
             yield _bundle(together)
             together, nbytes = [], 0
-        together.append(msgspec.Raw(payload))
+        together.append(payload)
         nbytes += len(payload)
     if together:
         yield _bundle(together)
 
 
-def _bundle(payloads: list[msgspec.Raw]) -> bytes:
-    return bytes(payloads[0]) if len(payloads) == 1 else _encoder.encode(payloads)
+def _bundle(payloads: list[bytes]) -> bytes:
+    return payloads[0] if len(payloads) == 1 else _encoder.encode([msgspec.Raw(payload) for payload in payloads])
 
 
 def unbundle(parts: Sequence[bytes]) -> list[bytes] | list[msgspec.Raw]:
