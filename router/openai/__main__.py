@@ -49,12 +49,12 @@ def main(config: Config) -> int:
 def taken_over(listener: socket.socket) -> socket.socket:
     """A socket that systemd listens on, with the options that `listen` sets; --host and --port do not count then."""
     if listener.family != socket.AF_UNIX:
-        bound_peers(listener)
+        limit_peers(listener)
     listener.setblocking(False)
     return listener
 
 
-def bound_peers(listener: socket.socket) -> None:
+def limit_peers(listener: socket.socket) -> None:
     """What it accepts inherits these: little unsent for a peer that does not read, and an end for one that has gone without a
     word. The time is longer than a client that reads nothing may have, so that it can still be told why (`slow_client`)."""
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -69,7 +69,7 @@ def bound_peers(listener: socket.socket) -> None:
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A listening socket, with `bound_peers`. ConfigError if the address is not to be had."""
+    """A listening socket, with `limit_peers`. ConfigError if the address is not to be had."""
     try:
         family, kind, proto, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
         listener = socket.socket(family, kind, proto)
@@ -77,7 +77,7 @@ def listen(host: str, port: int) -> socket.socket:
         raise ConfigError(f"--host {host}: {error.strerror}") from None
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        bound_peers(listener)
+        limit_peers(listener)
         listener.bind(address)
         listener.listen(BACKLOG)
     except OSError as error:

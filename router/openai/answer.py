@@ -127,12 +127,12 @@ class Answer:
             await out.end(self._last_events() + DONE)
 
     async def _stream_one(self, stream: Stream, choice: Choice, out: EventStream) -> None:
-        shape = None if self._params.return_token_ids else TextChunks(self._form, choice)
-        await out.write(self._events(choice, choice.opening(), shape))
+        plain = TextChunks(self._form, choice)
+        await out.write(self._events(choice, choice.opening(), plain))
         async for message in stream:
             match message:
                 case Tokens():
-                    await out.write(self._events(choice, choice.take(message), shape))
+                    await out.write(self._events(choice, choice.take(message), plain))
                     if choice.matched:
                         stream.cancel()
                 case Notice(event="parked"):
@@ -140,19 +140,19 @@ class Answer:
                 case Notice(event="resumed"):
                     await out.go_on(choice.index)
                 case Finished():
-                    await out.write(self._events(choice, choice.finish(message), shape, last=True))
+                    await out.write(self._events(choice, choice.finish(message), plain, last=True))
 
     async def _follow(self, work: Iterable[Awaitable[None]]) -> None:
         """All choices to their ends; the first error, or the end of a drain, ends all of them."""
         await unless(self._serving.cut.wait(), all_of(work), shutting_down())
 
-    def _events(self, choice: Choice, piece: Piece, shape: TextChunks | None, last: bool = False) -> bytes:
+    def _events(self, choice: Choice, piece: Piece, plain: TextChunks, last: bool = False) -> bytes:
         """What there is to see. The last choice's finish waits for `_last_events`, which know the sums."""
         events = b""
-        if piece.text or piece.entries or (shape is None and piece.tokens):
-            is_plain = shape is not None and not piece.entries
-            told = shape.event(piece.text) if is_plain else event(_encode(self._form.chunk(choice, piece)))
-            events = told if choice.opened else self._opening(choice) + told
+        if piece.entries or (piece.tokens and self._params.return_token_ids):
+            events = self._opening(choice) + event(_encode(self._form.chunk(choice, piece)))
+        elif piece.text:
+            events = self._opening(choice) + plain.event(piece.text)
         if last and all(other.finish_reason for other in self._choices):
             self._latest = choice
         elif last:

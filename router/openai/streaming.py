@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Awaitable, Iterable
 from typing import Any
 
-from starlette.types import Message, Receive, Send
+from starlette.types import Receive, Send
 
 KEEP_ALIVE_S = 8.0  # at least every 10 s is promised
 PARKED_KEEP_ALIVE_S = 2.0
@@ -45,19 +45,14 @@ class EventStream:
         """Send whole events or comments, if there are any."""
         if not payload:
             return
-        await self._send_in_turn({"type": "http.response.body", "body": payload, "more_body": True})
+        async with self._turn:
+            await self._send_body({"type": "http.response.body", "body": payload, "more_body": True})
         self._last_write_s = self._now()
 
     async def end(self, payload: bytes) -> None:
         """Send the last events and close the response."""
-        await self._send_in_turn({"type": "http.response.body", "body": payload, "more_body": False})
-
-    async def _send_in_turn(self, message: Message) -> None:
-        await self._turn.acquire()
-        try:
-            await self._send_body(message)
-        finally:
-            self._turn.release()
+        async with self._turn:
+            await self._send_body({"type": "http.response.body", "body": payload, "more_body": False})
 
     async def pause(self, index: int) -> None:
         """Choice `index` was parked: say so, and keep the connection warm more often."""
