@@ -1,4 +1,4 @@
-"""For all tests: settings of the machine they run on do not count, tests of real processes are marked as such, and who runs where."""
+"""For all tests: settings of the machine they run on do not count, and tests of real processes are marked as such."""
 
 import os
 import sys
@@ -21,19 +21,15 @@ def pytest_configure() -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """What lies under tests/system starts real processes: where there are two test processes (pytest-xdist), only one of them has
-    such tests, and the other tests stay together file by file, as they share what their modules set up."""
+    """What lies under tests/system starts real processes."""
     for item in items:
-        is_system = item.path.is_relative_to(HERE / "system")
-        if is_system:
+        if item.path.is_relative_to(HERE / "system"):
             item.add_marker(pytest.mark.system)
-        if item.config.pluginmanager.hasplugin("xdist"):
-            item.add_marker(pytest.mark.xdist_group("system" if is_system else str(item.path.relative_to(HERE))))
 
 
 @pytest.fixture(autouse=True)
 def _one_thread() -> None:
-    """Tests that compute without asking for threads have one: their tensors are far too small to share out, and two teams of
-    threads in two test processes would take the processors from each other."""
+    """Tests that compute without asking for threads have one: their tensors are far too small to share out, and a team
+    whose members wait for one another is slow where others take the processors."""
     if torch := sys.modules.get("torch"):
         torch.set_num_threads(1)

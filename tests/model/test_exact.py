@@ -18,6 +18,8 @@ from tests.make_models import write_hf
 from wire.model_files import find_model
 
 CHUNKS = (1, 7, 33, 64, 200)
+pytestmark = pytest.mark.timeout(600)  # two threads that wait for one another are slow where others take the processors
+F32, BF16 = (pytest.param(dtype, marks=pytest.mark.long) for dtype in ("f32", "bf16"))  # "auto" is what is served
 
 
 @functools.cache
@@ -93,7 +95,7 @@ def prompt(length: int, vocab: int) -> list[int]:
     return torch.randint(100, vocab, (length,), generator=torch.Generator().manual_seed(3)).tolist()
 
 
-@pytest.mark.parametrize("dtype", [pytest.param("f32", marks=pytest.mark.long), "bf16", "auto"])
+@pytest.mark.parametrize("dtype", [F32, BF16, "auto"])
 def test_smollm2_native(dtype):
     require_native()
     solo = Solo(smollm2(dtype, True), prompt(80, 49152), 60)
@@ -104,7 +106,7 @@ def test_smollm2_native(dtype):
         assert_company_changes_nothing(solo, others)
 
 
-@pytest.mark.parametrize("dtype", ["bf16", "auto"])
+@pytest.mark.parametrize("dtype", [BF16, "auto"])
 def test_smollm2_torch(dtype):
     solo = Solo(smollm2(dtype, False, threads=1), prompt(60, 49152), 20)
     for chunk in (7, 33):

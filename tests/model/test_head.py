@@ -187,8 +187,15 @@ def hybrid(tmp_path, native: bool, dtype: str = "f32") -> Model:
     return load_model(files, dtype, threads=1, native=native)
 
 
-@BACKENDS
-@pytest.mark.parametrize("dtype", ["f32", "bf16"])
+@pytest.mark.parametrize(
+    ("dtype", "native"),
+    [
+        pytest.param("f32", True, id="native-f32"),
+        pytest.param("bf16", False, id="torch-bf16"),
+        pytest.param("bf16", True, id="native-bf16", marks=pytest.mark.long),
+        pytest.param("f32", False, id="torch-f32", marks=pytest.mark.long),
+    ],
+)
 def test_rejected_drafts_leave_nothing_behind(tmp_path, dtype, native):
     if native:
         require_native()

@@ -14,6 +14,7 @@ from wire.model_files import find_model
 pytest.importorskip("transformers", reason="transformers is not installed")
 
 BACKENDS = pytest.mark.parametrize("native", [True, False], ids=["native", "torch"])
+NATIVE_FIRST = pytest.mark.parametrize("native", [True, pytest.param(False, marks=pytest.mark.long)], ids=["native", "torch"])
 MROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1], "mrope_interleaved": True}
 SHAPES = [
     pytest.param({"layers": 4}, id="tied"),
@@ -36,9 +37,20 @@ def some(count: int) -> list[int]:
     return torch.randint(VOCAB, (count,), generator=torch.Generator().manual_seed(1)).tolist()
 
 
-@BACKENDS
 @pytest.mark.parametrize("shape", SHAPES)
-def test_logits_and_greedy_text(tmp_path, shape, native):
+def test_logits_and_greedy_text(tmp_path, shape):
+    logits_and_greedy_text(tmp_path, shape, native=True)
+
+
+TORCH_SLOW = [pytest.param(*shape.values, id=shape.id, marks=pytest.mark.long) for shape in (SHAPES[0], *SHAPES[3:])]
+
+
+@pytest.mark.parametrize("shape", [*SHAPES[1:3], *TORCH_SLOW])
+def test_logits_and_greedy_text_in_torch(tmp_path, shape):
+    logits_and_greedy_text(tmp_path, shape, native=False)
+
+
+def logits_and_greedy_text(tmp_path, shape, native):
     """300 tokens at once, and in chunks of 64, 7 and 1: float32 within 1e-3, the same best token; 64 greedy tokens equal."""
     if native:
         require_native()
@@ -84,7 +96,7 @@ def test_a_gguf_file_is_the_same_model(tmp_path, native):
     assert (a - b).abs().max() < 1e-4
 
 
-@BACKENDS
+@NATIVE_FIRST
 def test_bard(native):
     """The hybrid that is shipped: trained weights, 200 tokens of its own text, and drafts that are often right."""
     if native:
