@@ -13,6 +13,7 @@ from collections.abc import Callable
 
 import numpy as np
 
+from benchmarks.measures import spread
 from gpu_worker.device import copies
 from hostcache.budget import Budget
 from wire import arena
@@ -73,10 +74,10 @@ def copy_rates(num_blocks: int, rounds: int) -> None:
             found["warm"].append(rate(blocks, save))
             found["load"].append(rate(blocks, load))
             mapping.close()
-        print(f"{kib:>6} KiB " + " ".join(f"{spread(values):>18}" for values in found.values()))
+        print(f"{kib:>6} KiB " + " ".join(f"{spread(values, 1):>18}" for values in found.values()))
     mapping = arena.Mapping(fd, nbytes)
     rate(blocks, plain)
-    print(f"copy of whole blocks without checksum: {spread([rate(blocks, plain) for _ in range(rounds)])} GiB/s")
+    print(f"copy of whole blocks without checksum: {spread([rate(blocks, plain) for _ in range(rounds)], 1)} GiB/s")
     mapping.close()
     os.close(fd)
 
@@ -108,11 +109,6 @@ def reserve_cost(leases: int, rounds: int) -> None:
         f"release {statistics.median(releases[-rounds:]) * 1e6:.0f} us, "
         f"extents a lease {statistics.mean(extents[-rounds:]):.1f} (most {max(extents[-rounds:])})"
     )
-
-
-def spread(values: list[float]) -> str:
-    """Median and range."""
-    return f"{statistics.median(values):.1f} ({min(values):.1f}-{max(values):.1f})"
 
 
 def main() -> None:

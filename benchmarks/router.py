@@ -7,7 +7,6 @@ Worker and client are processes of their own; on few cores all three share them,
 import argparse
 import asyncio
 import multiprocessing
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -19,6 +18,7 @@ import psutil
 import uvloop
 import zmq
 
+from benchmarks.measures import cpu_seconds, spread
 from router.client import Client
 from wire.codec import Decoder, bundles, frames, pack
 from wire.messages import (
@@ -101,10 +101,10 @@ class Run:
     """Seconds of one run, processor seconds of each process, the router's resident MiB at the end."""
 
     seconds: float
-    router: float
-    client: float
-    worker: float
-    mib: float
+    router_s: float
+    client_s: float
+    worker_s: float
+    router_mib: float
 
 
 def measure(streams: int, tokens: int, tokens_each: int) -> Run:
@@ -114,6 +114,8 @@ def measure(streams: int, tokens: int, tokens_each: int) -> Run:
             [sys.executable, "-m", "router", "--run-dir", run_dir, "--max-queued", "100000"], stderr=subprocess.DEVNULL
         )
         while not Path(run_dir, "worker.sock").exists():
+            if router.poll() is not None:
+                raise SystemExit(f"the router ended with status {router.returncode}")
             time.sleep(0.02)
         results: multiprocessing.Queue[float] = multiprocessing.Queue()
         worker = multiprocessing.Process(target=scripted_worker, args=(run_dir, tokens_each), daemon=True)
@@ -133,17 +135,6 @@ def measure(streams: int, tokens: int, tokens_each: int) -> Run:
             router.wait(20)
 
 
-def cpu_seconds(pid: int | None) -> float:
-    """What a process has used so far, all its threads together."""
-    times = psutil.Process(pid).cpu_times()
-    return times.user + times.system
-
-
-def spread(values: list[float], digits: int = 0) -> str:
-    """Median (lowest to highest)."""
-    return f"{statistics.median(values):,.{digits}f} ({min(values):,.{digits}f} to {max(values):,.{digits}f})"
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=3)
@@ -157,10 +148,10 @@ def main() -> None:
         total = streams * tokens
         cells = [
             spread([total / run.seconds for run in runs]),
-            spread([1e6 * run.router / total for run in runs], 1),
-            spread([1e6 * run.client / total for run in runs], 1),
-            spread([1e6 * run.worker / total for run in runs], 1),
-            f"{max(run.mib for run in runs):.0f}",
+            spread([1e6 * run.router_s / total for run in runs], 1),
+            spread([1e6 * run.client_s / total for run in runs], 1),
+            spread([1e6 * run.worker_s / total for run in runs], 1),
+            f"{max(run.router_mib for run in runs):.0f}",
         ]
         print(f"| {streams} | {tokens_each} | {' | '.join(cells)} |", flush=True)
 

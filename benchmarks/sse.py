@@ -12,12 +12,11 @@ import multiprocessing
 import os
 import selectors
 import socket
-import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -25,6 +24,7 @@ from pathlib import Path
 import httpx
 import psutil
 
+from benchmarks.measures import cpu_seconds, spread
 from benchmarks.router import scripted_worker
 from benchmarks.server import free_port
 from parkade.supervisor import die_with
@@ -117,19 +117,15 @@ class Bench:
     def measure(self, streams: int, chunks: int, tokens: int = TOKENS) -> Run:
         """About so many chunks of answers of so many tokens, `streams` at a time."""
         answers = max(streams, chunks // tokens)
-        before = [used(process) for process in (self.adapter, self.router)]
+        before = [cpu_seconds(process.pid) for process in (self.adapter, self.router)]
         self.orders.send((streams, answers, tokens))
         if not self.orders.poll(ANSWER_TIMEOUT_S):
             raise SystemExit("the answers do not come")
         seen, seconds, reader_s = self.orders.recv()
-        adapter_s, router_s = (used(process) - b for process, b in zip((self.adapter, self.router), before, strict=True))
+        adapter_s, router_s = (
+            cpu_seconds(process.pid) - former for process, former in zip((self.adapter, self.router), before, strict=True)
+        )
         return Run(seen, answers, seconds, adapter_s, router_s, reader_s)
-
-
-def used(process: psutil.Process) -> float:
-    """Processor seconds of a process so far."""
-    times = process.cpu_times()
-    return times.user + times.system
 
 
 @contextlib.contextmanager
@@ -154,7 +150,7 @@ def bench() -> Iterator[Bench]:
         yield Bench(started[1], started[0], ours, run_dir, port)
 
 
-def wait_for(condition, what: str) -> None:
+def wait_for(condition: Callable[[], bool], what: str) -> None:
     """Until it holds; SystemExit if that takes too long."""
     deadline = time.monotonic() + START_TIMEOUT_S
     while not condition():
@@ -167,11 +163,6 @@ def is_healthy(port: int) -> bool:
     with contextlib.suppress(httpx.HTTPError):
         return httpx.get(f"http://127.0.0.1:{port}/health", timeout=2).status_code == 200
     return False
-
-
-def spread(values: list[float], form: str) -> str:
-    """The median and, in brackets, least and most."""
-    return f"{statistics.median(values):{form}} ({min(values):{form}}-{max(values):{form}})"
 
 
 def main() -> None:
@@ -187,13 +178,13 @@ def main() -> None:
             for streams in args.streams:
                 runs[streams].append(running.measure(streams, args.chunks))
     names = ("adapter", "router", "reader")
-    columns = " | ".join(f"{name + ' us/chunk':>18}" for name in names)
-    print(f"{'streams':>8} | {'chunks/s':>24} | {columns} | one token each")
+    columns = " | ".join(f"{name + ' us/chunk':>20}" for name in names)
+    print(f"{'streams':>8} | {'chunks/s':>25} | {columns} | one token each")
     for streams, some in runs.items():
         whole = sum(run.chunks for run in some) / sum(run.answers * (TOKENS + OTHER_EVENTS) for run in some)
         each = [[1e6 * getattr(run, name + "_s") / run.chunks for run in some] for name in names]
-        columns = " | ".join(f"{spread(values, '.1f'):>18}" for values in each)
-        print(f"{streams:>8} | {spread([run.rate for run in some], ',.0f'):>24} | {columns} | {100 * whole:.0f} %")
+        columns = " | ".join(f"{spread(values, 1):>20}" for values in each)
+        print(f"{streams:>8} | {spread([run.rate for run in some]):>25} | {columns} | {100 * whole:.0f} %")
 
 
 if __name__ == "__main__":
