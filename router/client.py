@@ -41,7 +41,7 @@ MAX_UNSENT = 10_000  # messages that wait for a router that does not read
 RETRY_S = 0.02
 STATUS_TIMEOUT_S = 5.0
 HOLD_TIMEOUT_S = 30.0  # a park waits for a step and a copy
-BEHIND = 32  # messages of a stream that wait for who iterates; what comes then is kept small
+MAX_UNPACKED = 32  # messages of a stream that wait ready for who iterates; what comes behind them stays packed
 _BATCH = 256  # messages taken in before the loop gets its turn
 _DECODER: Decoder[RouterToClient] = Decoder(RouterToClient)
 _SAMPLING_FIELDS = frozenset(field.name for field in fields(Sampling))
@@ -327,10 +327,9 @@ class Stream:
         self._news.set()
 
     def _keep(self, message: StreamMessage, payload: bytes | Raw) -> None:
-        """Let it wait. Unpacked, the messages of a window would have up to ten times its size: behind some that wait they stay
-        packed."""
-        if payload and len(self._messages) >= BEHIND:
-            self._messages.append(bytes(payload))
+        """Let it wait. Unpacked, the messages of a window would have up to ten times its size."""
+        if payload and len(self._messages) >= MAX_UNPACKED:
+            self._messages.append(bytes(payload))  # a copy: of a bundle it would keep the whole
         else:
             self._messages.append((message, len(payload)))
 
