@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 
+from router.ledger import CREDIT_LOST_S
 from router.openai import __main__ as adapter_process
 from router.openai.__main__ import SILENT_S, listen, taken_over
 from tests.openai.conftest import Start
@@ -66,7 +67,8 @@ async def test_a_client_that_goes_without_a_word_is_noticed(start: Start, monkey
 
 
 def test_what_is_accepted_ends_when_its_peer_is_silent() -> None:
-    """The options are inherited from the listener, systemd's own too."""
+    """The options are inherited from the listener, systemd's own too. Who reads nothing is told why before."""
+    assert SILENT_S > CREDIT_LOST_S
     with socket.create_server(("127.0.0.1", 0)) as passed, listen("127.0.0.1", 0) as own:
         for listener in (own, taken_over(passed)):
             with socket.create_connection(listener.getsockname()):

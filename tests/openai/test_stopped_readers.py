@@ -5,6 +5,8 @@ import pytest
 from benchmarks.sse import bench
 from benchmarks.stopped import measure
 
+pytestmark = pytest.mark.system
+
 MOST_BYTES = 256 << 10  # of router, adapter and the kernel's send queue together
 READERS = 32
 

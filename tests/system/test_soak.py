@@ -13,6 +13,7 @@ from tests.system.nemesis.soak import LIVING, MOST_TOKENS, RESTARTED, Sieve, ask
 
 MIB = 1 << 20
 SECONDS, RESTART_S, WARM_S = 1800.0, 30.0, 180.0
+BASE_MIB = {"router": 40, "router.openai": 60, "serve": 45, "client": 250, "gpu_worker": 245, "hostcache": 32}
 TEXT = list(range(100, 200))
 
 
@@ -24,14 +25,7 @@ def soak(
     takes more."""
     leaks, lives, random = leak_mib_an_hour or {}, a_life or {}, Random(1)
     samples = []
-    for process, base in {
-        "router": 40,
-        "router.openai": 60,
-        "serve": 45,
-        "client": 250,
-        "gpu_worker": 245,
-        "hostcache": 32,
-    }.items():
+    for process, base in BASE_MIB.items():
         born, life = 0.0, 0
         for t in range(0, int(SECONDS), 2):
             restarted = t < SECONDS / 2 if process == "gpu_worker" else process == "hostcache" and t >= SECONDS / 2
@@ -59,16 +53,15 @@ def test_noise_and_warm_up_are_flat_and_everything_is_judged():
 
 @pytest.mark.parametrize("process", LIVING)
 def test_a_leak_in_a_long_life_is_seen(process):
-    base = {"router": 40, "router.openai": 60, "serve": 45, "client": 250, "gpu_worker": 245, "hostcache": 32}[process]
     hours = (SECONDS / 2 if process in RESTARTED else SECONDS) / 3600
-    assert grown(soak({process: 0.04 * base / hours})) == [(process, "life")]  # 4 % over its life; 3.2 % or more of it are judged
-    assert grown(soak({process: 0.01 * base / hours})) == []
+    share = BASE_MIB[process] / hours
+    assert grown(soak({process: 0.04 * share})) == [(process, "life")]  # 4 % over its life; 3.2 % or more of it are judged
+    assert grown(soak({process: 0.01 * share})) == []
 
 
 @pytest.mark.parametrize("process", RESTARTED)
 def test_lives_that_get_larger_are_seen(process):
-    base = {"gpu_worker": 245, "hostcache": 32}[process]
-    assert grown(soak(a_life={process: 0.04 * base / 29})) == [(process, "lives")]
+    assert grown(soak(a_life={process: 0.04 * BASE_MIB[process] / 29})) == [(process, "lives")]
 
 
 def test_a_step_late_in_the_soak_is_seen():
