@@ -197,21 +197,25 @@ class Client:
 
     def _receive(self) -> None:
         """Take in what has arrived. The FD only tells of changes, so this ends with an empty socket or with another turn."""
+        if self._take_batch():
+            self._loop.call_soon(self._receive)
+
+    def _take_batch(self) -> bool:
+        """Take in a bounded part of what has arrived; whether there may be more."""
         taken = 0
         while self._open and taken < _BATCH:
             try:
                 parts = self._socket.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
-                return
-            taken += 1
+                return False
             try:
-                for payload in unbundle(parts):
+                payloads = unbundle(parts)
+                taken += len(payloads)
+                for payload in payloads:
                     self._dispatch(_DECODER.unpack(payload), payload)
-                    taken += 1
             except ProtocolError:
-                continue  # a router of another version; its streams cannot be read, and time-outs are the caller's
-        if self._open:
-            self._loop.call_soon(self._receive)
+                taken += 1  # a router of another version; its streams cannot be read, and time-outs are the caller's
+        return self._open
 
     def _dispatch(self, message: RouterToClient, payload: bytes | Raw) -> None:
         if isinstance(message, Status):
@@ -232,7 +236,8 @@ class Client:
                 recv_monitor_message(self._monitor, zmq.NOBLOCK)
             except zmq.Again:
                 return
-            self._receive()  # what had arrived before the end still counts
+            while self._take_batch():
+                pass  # what had arrived before the end still counts
             lost = list(self._streams)
             self._end_streams("the router is gone", "error", "router_lost")
             for hold in self._holds.values():

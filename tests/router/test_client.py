@@ -2,15 +2,21 @@
 
 import asyncio
 import contextlib
+import select
 import shutil
 import tempfile
 
 import pytest
+import zmq
 
-from router.client import WINDOW_BYTES, RejectedError, generate_message
+from router.client import WINDOW_BYTES, Client, RejectedError, generate_message
 from router.server import Server
 from tests.router.stage import Stage, ids_of, stage, until
+from wire.codec import frames
 from wire.messages import Cancel, Finished, Generate, Notice, Park, Resume, Sampling, Submit, Tokens, Usage
+from wire.sockets import client_address
+
+LIMIT_MS = 30_000
 
 
 def test_options_find_their_place():
@@ -212,6 +218,29 @@ def test_a_router_that_vanishes_ends_streams_and_the_next_one_is_found(run):
                 await _kill(second)
         finally:
             shutil.rmtree(run_dir)
+
+    run(story())
+
+
+def test_what_a_router_had_said_before_it_vanished_still_counts(run, tmp_path):
+    """More of it than the client takes in at a time."""
+
+    async def story():
+        numbers = [str(number) for number in range(600)]
+        router = zmq.Context.instance().socket(zmq.ROUTER)
+        router.bind(client_address(tmp_path))
+        async with Client(client_address(tmp_path)) as client:
+            streams = [client.submit(Generate(number, [1])) for number in numbers]
+            for _ in streams:
+                assert router.poll(LIMIT_MS)
+                identity, *_ = router.recv_multipart()
+            await asyncio.sleep(0)  # each send has asked the loop for a look at the socket
+            for number in numbers:
+                router.send_multipart([identity, *frames(Finished(number, "length", Usage(1, 0)))])
+            router.close(linger=LIMIT_MS)
+            vanished = client._monitor.getsockopt(zmq.FD)  # readable, and the client's loop had no turn since the router spoke
+            assert select.select([vanished], [], [], LIMIT_MS / 1000)[0]
+            assert {(await anext(stream)).reason for stream in streams} == {"length"}
 
     run(story())
 
