@@ -49,14 +49,21 @@ class Prompt(Struct, frozen=True):
 
 
 class TextChunks:
-    """The events of one choice that bring text and nothing else: encoded once, then written around each text."""
+    """The events of one choice that bring text and nothing else: encoded once, then written around each text. Not for choices
+    whose chunks tell token ids: there the first is unlike the others."""
 
     def __init__(self, form: Format, choice: Choice) -> None:
-        self._before, _, self._after = event(_encode(form.chunk(choice, Piece(_MARK)))).partition(_encode(_MARK))
+        self._form = form
+        self._choice = choice
+        self._around: tuple[bytes, bytes] | None = None
 
     def event(self, text: str) -> bytes:
         """The event with this text."""
-        return self._before + _encode(text) + self._after
+        if self._around is None:
+            before, _, after = event(_encode(self._form.chunk(self._choice, Piece(_MARK)))).partition(_encode(_MARK))
+            self._around = before, after
+        before, after = self._around
+        return before + _encode(text) + after
 
 
 class Answer:
@@ -149,7 +156,7 @@ class Answer:
     def _events(self, choice: Choice, piece: Piece, plain: TextChunks, last: bool = False) -> bytes:
         """What there is to see. The last choice's finish waits for `_last_events`, which know the sums."""
         events = b""
-        if piece.entries or (piece.tokens and self._params.return_token_ids):
+        if piece.entries or (self._params.return_token_ids and (piece.tokens or piece.text)):
             events = self._opening(choice) + event(_encode(self._form.chunk(choice, piece)))
         elif piece.text:
             events = self._opening(choice) + plain.event(piece.text)

@@ -35,6 +35,18 @@ async def test_stream(adapter: Adapter) -> None:
     assert all("parkade" not in chunk for chunk in chunks[:-1])
 
 
+async def test_the_ids_of_a_streamed_prompt_come_once_and_first(adapter: Adapter) -> None:
+    ids = adapter.say(" in a land far", per_message=2)
+    body = {"prompt": ["Once", "Twice upon"], "stream": True, "return_token_ids": True, "stop": "never said"}
+    chunks = [c for chunk in events((await adapter.http.post(PATH, json=body)).text) for c in chunk["choices"]]
+    for index, prompt in enumerate(body["prompt"]):
+        told = [choice for choice in chunks if choice["index"] == index]
+        first, *others = (choice.get("prompt_token_ids") for choice in told)
+        assert first == adapter.serving.text.encode(prompt)
+        assert others and not any(others)
+        assert [token for choice in told for token in choice["token_ids"]] == ids
+
+
 @pytest.mark.parametrize(
     ("prompt", "num_prompts"),
     [("Once", 1), (["Once", "Twice upon"], 2), ([1, 2.0, 3], 1), ([[1, 2], [3]], 2)],
