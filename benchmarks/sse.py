@@ -69,37 +69,42 @@ def readers(orders: Connection, port: int) -> None:
         orders.send((chunks, time.perf_counter() - start, time.process_time() - before))
 
 
+@dataclass
+class Reading:
+    """What has come of an answer: its events so far, and the last bytes, in which one may begin."""
+
+    events: int = 0
+    tail: bytes = b""
+
+    def take(self, data: bytes) -> None:
+        seen = self.tail + data
+        self.events += seen.count(EVENT)
+        self.tail = seen[-len(EVENT) + 1 :]
+
+
 def read_answers(port: int, streams: int, answers: int, tokens: int) -> int:
-    """Read so many answers, `streams` of them at a time; how many events came."""
-    words, chunks, asked = request(port, tokens), 0, 0
+    """Read so many answers, `streams` of them at a time; how many events came. Who is refused asks again: that happens where the
+    machine is so busy that the router does not answer the adapter in time."""
+    words, chunks, to_ask, refused = request(port, tokens), 0, answers, 0
     with selectors.DefaultSelector() as selector:
-
-        def ask() -> None:
-            sock = socket.create_connection(("127.0.0.1", port))
-            sock.sendall(words)
-            sock.setblocking(False)
-            selector.register(sock, selectors.EVENT_READ, [b"", 0])
-
-        while asked < min(streams, answers):
-            ask()
-            asked += 1
-        while selector.get_map():
+        while to_ask or selector.get_map():
+            while to_ask and len(selector.get_map()) < streams:
+                sock = socket.create_connection(("127.0.0.1", port))
+                sock.sendall(words)
+                sock.setblocking(False)
+                selector.register(sock, selectors.EVENT_READ, Reading())
+                to_ask -= 1
             for key, _ in selector.select():
-                data = key.fileobj.recv(1 << 20)
-                state = key.data  # the end of what came, and how many events it had
-                seen = state[0] + data
-                state[1] += seen.count(EVENT)
-                state[0] = seen[-len(EVENT) + 1 :]
-                if data:
+                if data := key.fileobj.recv(1 << 20):
+                    key.data.take(data)
                     continue
                 selector.unregister(key.fileobj)
                 key.fileobj.close()
-                if not state[1]:
-                    raise SystemExit("an answer without an event")
-                chunks += state[1]
-                if asked < answers:
-                    ask()
-                    asked += 1
+                chunks += key.data.events
+                if not key.data.events:
+                    to_ask, refused = to_ask + 1, refused + 1
+                    if refused > answers:
+                        raise SystemExit(f"{refused} answers without an event")
             time.sleep(READ_EVERY_S)
     return chunks
 

@@ -61,11 +61,20 @@ def stopped_http(running: Bench, readers: int) -> Iterator[None]:
     """Readers over HTTP, one connection each, that see only that they are answered."""
     with contextlib.ExitStack() as stack:
         for _ in range(readers):
-            sock = stack.enter_context(socket.create_connection(("127.0.0.1", running.port)))
-            sock.sendall(request(running.port, TOKENS))
-            if not sock.recv(12).endswith(b" 200"):
-                raise SystemExit("a stream was refused")
+            stack.enter_context(accepted(running.port))
         yield
+
+
+def accepted(port: int) -> socket.socket:
+    """A connection whose stream has been accepted. Who is refused asks again, as in `read_answers`."""
+    deadline = time.monotonic() + TIMEOUT_S
+    while time.monotonic() < deadline:
+        sock = socket.create_connection(("127.0.0.1", port))
+        sock.sendall(request(port, TOKENS))
+        if sock.recv(12).endswith(b" 200"):
+            return sock
+        sock.close()
+    raise SystemExit("every stream is refused")
 
 
 @contextlib.contextmanager
