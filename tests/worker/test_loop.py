@@ -107,6 +107,16 @@ def test_a_park_is_told_with_its_reason_and_its_numbers_are_one_line_of_the_log(
     ]
 
 
+def test_the_failpoint_of_a_park_comes_when_the_router_has_been_told(monkeypatch):
+    worker = new_worker(None)
+    told_by_then = []
+    monkeypatch.setattr(module.failpoints, "armed", True)
+    monkeypatch.setattr(module.failpoints, "hit", lambda name: told_by_then.append((name, type(worker.socket.heard[-1]))))
+    worker._act([Notify("chat-1", "parked", "pressure", "save", 0, Usage(), Choice("save", "asked", 12))], 0.0)
+    worker._act([Notify("chat-1", "resumed", "pressure", "save", 70, Usage())], 0.0)
+    assert told_by_then == [("parked", Notice)]
+
+
 def test_a_choice_without_numbers_is_short():
     assert told(Choice("save", "asked", 12)) == "12 cells, save, asked"
     free = Choice("save", "cheaper", 12, 1 << 20, 0.001, 0.002, 1.0, 0.1, 5.0, 0.0)
