@@ -53,17 +53,11 @@ class TextChunks:
     whose chunks tell token ids: there the first is unlike the others."""
 
     def __init__(self, form: Format, choice: Choice) -> None:
-        self._form = form
-        self._choice = choice
-        self._around: tuple[bytes, bytes] | None = None
+        self._before, _, self._after = event(_encode(form.chunk(choice, Piece(_MARK)))).partition(_encode(_MARK))
 
     def event(self, text: str) -> bytes:
         """The event with this text."""
-        if self._around is None:
-            before, _, after = event(_encode(self._form.chunk(self._choice, Piece(_MARK)))).partition(_encode(_MARK))
-            self._around = before, after
-        before, after = self._around
-        return before + _encode(text) + after
+        return self._before + _encode(text) + self._after
 
 
 class Answer:
@@ -134,7 +128,7 @@ class Answer:
             await out.end(self._last_events() + DONE)
 
     async def _stream_one(self, stream: Stream, choice: Choice, out: EventStream) -> None:
-        plain = TextChunks(self._form, choice)
+        plain = None if self._params.return_token_ids else TextChunks(self._form, choice)
         await out.write(self._events(choice, choice.opening(), plain))
         async for message in stream:
             match message:
@@ -153,13 +147,13 @@ class Answer:
         """All choices to their ends; the first error, or the end of a drain, ends all of them."""
         await unless(self._serving.cut.wait(), all_of(work), shutting_down())
 
-    def _events(self, choice: Choice, piece: Piece, plain: TextChunks, last: bool = False) -> bytes:
+    def _events(self, choice: Choice, piece: Piece, plain: TextChunks | None, last: bool = False) -> bytes:
         """What there is to see. The last choice's finish waits for `_last_events`, which know the sums."""
         events = b""
-        if piece.entries or (self._params.return_token_ids and (piece.tokens or piece.text)):
-            events = self._opening(choice) + event(_encode(self._form.chunk(choice, piece)))
-        elif piece.text:
+        if plain is not None and piece.text and not piece.entries:
             events = self._opening(choice) + plain.event(piece.text)
+        elif piece.text or piece.entries or (piece.tokens and self._params.return_token_ids):
+            events = self._opening(choice) + event(_encode(self._form.chunk(choice, piece)))
         if last and all(other.finish_reason for other in self._choices):
             self._latest = choice
         elif last:
