@@ -258,7 +258,10 @@ class Ledger:
                     self._replay(request, now)
                 else:
                     request.usage = usage
-                    self._end(request, message, now, at_once=reason == "cancelled")
+                    if request.cancelled and not self._delivery.flush(request, now):
+                        # it had ended before it heard of the cancel; who has cancelled gives no credit for the rest
+                        message = messages.Finished(request.request_id, "cancelled", usage)
+                    self._end(request, message, now, at_once=message.reason == "cancelled")
                 self._dispatch(now)
 
     def _credited(self, request: Request, now: float) -> None:

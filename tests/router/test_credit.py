@@ -133,6 +133,26 @@ def test_a_blocked_client_that_cancels_gets_its_last_word_at_once():
     scene.assert_empty()
 
 
+def test_a_blocked_client_whose_cancel_comes_too_late_gets_its_last_word_at_once():
+    scene = Scene()
+    scene.hello()
+    tokens = stream_until_blocked(scene)
+    scene.client(b"ann", Cancel("r"))
+    scene.finished("r", "stop", completion=len(tokens))  # it had ended when it heard that
+    assert [m.reason for m in scene.heard(b"ann", Finished)] == ["cancelled"]  # ann gives no more credit
+    scene.assert_empty()
+
+
+def test_a_cancel_that_comes_too_late_hides_no_end_that_can_be_told():
+    scene = Scene()
+    scene.hello()
+    scene.ask("r")
+    scene.tokens("r", 0, [1])
+    scene.client(b"ann", Cancel("r"))
+    scene.finished("r", "stop", completion=1)
+    assert [m.reason for m in scene.heard(b"ann", Finished)] == ["stop"]
+
+
 def test_credit_for_more_than_was_sent_or_of_somebody_elses_stream_buys_nothing():
     scene = Scene()
     scene.hello()
