@@ -1,1 +1,1 @@
-"""Commands that measure: each prints a table and, with --out, writes its data. Ratios within one run, with their spread."""
+"""Commands that measure: each prints a table, and some write their data with --out. Ratios within one run, with their spread."""
