@@ -56,6 +56,8 @@ class Router:
             env=os.environ | {"NOTIFY_SOCKET": f"{run_dir}/notify"},
             preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (DESCRIPTORS, DESCRIPTORS)),
         )
+
+    def wait_until_ready(self) -> None:
         assert b"READY=1" in self.systemd.recv(1000)
 
     def cpu_s(self) -> float:
@@ -80,8 +82,11 @@ def router(tmp_path: Path) -> Iterator[Router]:
     if resource.getrlimit(resource.RLIMIT_NOFILE)[1] < 2 * DESCRIPTORS:
         pytest.skip(f"{DESCRIPTORS} connections need as many descriptors here, too")
     router = Router(tmp_path)
-    yield router
-    router.close()
+    try:
+        router.wait_until_ready()
+        yield router
+    finally:
+        router.close()
 
 
 def knock(path: str, most: int, patience_s: float) -> list[socket.socket]:
