@@ -1,20 +1,25 @@
 """The arithmetic of the soak: a leak is seen wherever memory can grow, noise is none, and a soak that shows nothing says so."""
 
+import asyncio
 import json
+import os
 import signal
 from collections import Counter
 from dataclasses import asdict
 from random import Random
+from types import SimpleNamespace
 
 import pytest
 
 from tests.system.nemesis import flat
-from tests.system.nemesis.soak import LIVING, MOST_TOKENS, RESTARTED, Sieve, ask, judged, not_done, report, restarts
+from tests.system.nemesis import soak as soaks
+from tests.system.nemesis.soak import LIVING, MOST_TOKENS, RESTARTED, Sieve, Soak, ask, judged, not_done, report, restarts
 
 MIB = 1 << 20
 SECONDS, RESTART_S, WARM_S = 1800.0, 30.0, 180.0
 BASE_MIB = {"router": 40, "router.openai": 60, "serve": 45, "client": 250, "gpu_worker": 245, "hostcache": 32}
 TEXT = list(range(100, 200))
+LIMIT_S = 20.0
 
 
 def soak(
@@ -108,6 +113,22 @@ def test_prompts_are_few_so_that_the_texts_stay_few():
     asks = [ask(1, client, number, "toy") for client in range(10) for number in range(100)]
     assert len({repr(one.prompt) for one in asks}) <= 60
     assert max(one.max_tokens for one in asks) <= MOST_TOKENS
+
+
+def test_a_soak_whose_samples_cannot_be_taken_ends_at_once_with_the_reason(tmp_path, monkeypatch):
+    async def for_ever(*_: object) -> None:
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(soaks, "texts_of", lambda *_: None)
+    monkeypatch.setattr(soaks, "zeromq_client", for_ever)
+    monkeypatch.setattr(soaks, "http_client", for_ever)
+    monkeypatch.setattr(Soak, "_look_at_budget", for_ever)
+    stack = SimpleNamespace(process=SimpleNamespace(pid=os.getpid()), address="", url="")
+    soak = Soak(stack, "toy", 1, SECONDS, RESTART_S, 2.0, tmp_path / "samples")
+    monkeypatch.setattr(soak, "_write", lambda _: (_ for _ in ()).throw(OSError("no room for samples")))
+    with pytest.raises(ExceptionGroup) as raised:
+        asyncio.run(asyncio.wait_for(soak.run(), LIMIT_S))
+    assert raised.group_contains(OSError, match="no room for samples")
 
 
 # the sieve ------------------------------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ from wire.messages import Finished, Notice, Tokens
 
 END_S = 90.0  # a stream that says nothing new for so long never ends
 PAUSE_S = 0.1  # before a server that is not there is asked again
-_TLS = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)  # not used; otherwise each HTTP client makes one of its own, which is large
+TLS = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)  # not used; otherwise each HTTP client makes one of its own, which is large
 
 
 def submitted(history: History, ask: Ask, how: str) -> None:
@@ -98,7 +98,7 @@ async def http_client(url: str, history: History, asks: Callable[[int], Ask | No
     number = 0
     while (ask := asks(number)) is not None:
         number += 1
-        async with httpx.AsyncClient(base_url=url, timeout=END_S, verify=_TLS) as client:
+        async with httpx.AsyncClient(base_url=url, timeout=END_S, verify=TLS) as client:
             submitted(history, ask, "http")
             try:
                 await http_stream(client, history, ask)

@@ -137,24 +137,27 @@ class Sieve(History):
 
 
 def texts_of(model: str, address: str) -> Texts:
-    """The whole text of each shape: from the oracle, or heard from the server that nobody else uses yet."""
-    most = max(4, int(MOST_TOKENS * SCALE[model]))
-    known: dict[str, list[int]] = {}
-    oracle = toy_texts() if model == "toy" else None
-
-    async def listen() -> None:
-        async with Client(address) as client:
-            for which in range(SHAPES[model]):
-                prompt, sampling = shape(which, SCALE[model])
-                if oracle:
-                    submit = {"prompt": prompt, "sampling": structs.asdict(sampling), "max_tokens": most}
-                    known[repr(prompt)] = oracle(submit)
-                else:
-                    heard = await hear(client, prompt, max_tokens=most, **structs.asdict(sampling))
-                    known[repr(prompt)] = heard.ids
-
-    asyncio.run(listen())
+    """The whole text of each shape. Only that of the toy model is known without asking."""
+    wanted = [(*shape(which, SCALE[model]), max(4, int(MOST_TOKENS * SCALE[model]))) for which in range(SHAPES[model])]
+    texts = from_oracle(wanted) if model == "toy" else asyncio.run(from_server(address, wanted))
+    known = {repr(prompt): text for (prompt, _, _), text in zip(wanted, texts, strict=True)}
     return lambda submit: known[repr(submit["prompt"])]
+
+
+def from_oracle(wanted: list[tuple[list[int], Sampling, int]]) -> list[list[int]]:
+    """The texts of prompts with so many tokens each, computed here."""
+    oracle = toy_texts()
+    return [
+        oracle({"prompt": prompt, "sampling": structs.asdict(sampling), "max_tokens": most}) for prompt, sampling, most in wanted
+    ]
+
+
+async def from_server(address: str, wanted: list[tuple[list[int], Sampling, int]]) -> list[list[int]]:
+    """The texts of prompts with so many tokens each, heard one by one from the server, which nobody else uses yet."""
+    async with Client(address) as client:
+        return [
+            (await hear(client, prompt, max_tokens=most, **structs.asdict(sampling))).ids for prompt, sampling, most in wanted
+        ]
 
 
 def resident_bytes(pid: int) -> tuple[int, int]:
@@ -185,24 +188,14 @@ class Soak:
         lives = Lives(self.stack.process.pid)
         lives.history = self.sieve
         lives.look()
-        sampling = asyncio.create_task(self._sample_on(lives))
         try:
-            async with asyncio.TaskGroup() as group:
-                for number in range(ZEROMQ_CLIENTS):
-                    group.create_task(zeromq_client(self.stack.address, self.sieve, self._asks(number)))
-                for number in range(ZEROMQ_CLIENTS, ZEROMQ_CLIENTS + HTTP_CLIENTS):
-                    group.create_task(http_client(self.stack.url, self.sieve, self._asks(number)))
-                for restart in self.plan:
-                    await asyncio.sleep(max(0.0, restart.at_s - self.sieve.now))
-                    end_s = self.seconds / (2 if restart.process == RESTARTED[0] else 1)
-                    if await self._served_for(self.restart_s / 2, end_s):
-                        self._restart(lives, restart)
-            sampling.cancel()
+            async with asyncio.TaskGroup() as group:  # without samples there is no point in going on
+                sampling = group.create_task(self._sample_on(lives))
+                await self._work(lives)
+                sampling.cancel()
             await quiet(self.stack, lives, self.sieve)
             await self._look_at_budget()
         finally:
-            sampling.cancel()
-            await asyncio.gather(sampling, return_exceptions=True)
             lives.close()
             self._file.close()
         for name in self.sieve.streams:
@@ -210,6 +203,19 @@ class Soak:
         for process in plan.PROCESSES:
             if (deaths := self.sieve.figures[f"died {process}"]) != self.done[process]:
                 self.sieve.wrong(f"{process} died {deaths} times, and was ended {self.done[process]} times")
+
+    async def _work(self, lives: Lives) -> None:
+        """Clients and restarts, to the end of the last stream."""
+        async with asyncio.TaskGroup() as group:
+            for number in range(ZEROMQ_CLIENTS):
+                group.create_task(zeromq_client(self.stack.address, self.sieve, self._asks(number)))
+            for number in range(ZEROMQ_CLIENTS, ZEROMQ_CLIENTS + HTTP_CLIENTS):
+                group.create_task(http_client(self.stack.url, self.sieve, self._asks(number)))
+            for restart in self.plan:
+                await asyncio.sleep(max(0.0, restart.at_s - self.sieve.now))
+                end_s = self.seconds / (2 if restart.process == RESTARTED[0] else 1)
+                if await self._served_for(self.restart_s / 2, end_s):
+                    self._restart(lives, restart)
 
     def _asks(self, client: int):
         def of(number: int) -> plan.Ask | None:
