@@ -3,17 +3,14 @@
 import asyncio
 import os
 import resource
-import socket
-import time
-from collections.abc import AsyncIterator
 from pathlib import Path
 
 import httpx
-import psutil
 import pytest
 
 from router.openai.connections import HEAD_S, OTHER_DESCRIPTORS
-from tests.openai.test_process import WireRouter, process, wire_router
+from tests.descriptors import LIMIT_S, ended, goes_on, knock
+from tests.openai.test_process import process, wire_router
 from wire.messages import Accepted, Finished, Tokens, Usage
 
 pytestmark = pytest.mark.system
@@ -23,44 +20,6 @@ DESCRIPTORS = OTHER_DESCRIPTORS + MOST
 COMING = 80
 HELLO = {"prompt": "Hello", "stream": True, "max_tokens": 10_000}
 WORD = 19556
-LOOK_S = 1.0  # how long the CPU time is looked at
-LIMIT_S = 30
-
-
-def cpu_s(pid: int) -> float:
-    times = psutil.Process(pid).cpu_times()
-    return times.user + times.system
-
-
-def knock(port: int, count: int) -> list[socket.socket]:
-    """So many connections that say nothing."""
-    socks = [socket.socket() for _ in range(count)]
-    for sock in socks:
-        sock.setblocking(False)
-        sock.connect_ex(("127.0.0.1", port))
-    return socks
-
-
-def ended(sock: socket.socket) -> bool:
-    try:
-        return sock.recv(1000) == b""
-    except BlockingIOError:
-        return False
-    except OSError:
-        return True
-
-
-async def goes_on(pid: int, router: WireRouter, request_id: str, lines: AsyncIterator[str], offset: int) -> int:
-    """Tokens come through for a while, each before the next is said, and for the CPU time of that, not of a spin."""
-    began, before_s = time.monotonic(), cpu_s(pid)
-    while time.monotonic() - began < LOOK_S:
-        await router.say(Tokens(request_id, offset, [WORD]))
-        while not (await asyncio.wait_for(anext(lines), LIMIT_S)).startswith("data: "):
-            pass
-        offset += 1
-        await asyncio.sleep(0.02)
-    assert cpu_s(pid) - before_s < 0.5 * (time.monotonic() - began)
-    return offset
 
 
 @pytest.mark.parametrize("last", [False, True], ids=["more connections than may be", "really none left"])
@@ -74,16 +33,22 @@ async def test_without_a_free_descriptor_answers_go_on_and_it_does_not_spin(tmp_
             asked = await router.next()
             await router.say(Accepted(asked.request_id, 1))
             lines = (await asking).aiter_lines()
+
+            async def token(offset: int) -> None:
+                await router.say(Tokens(asked.request_id, offset, [WORD]))
+                while not (await anext(lines)).startswith("data: "):
+                    pass
+
             kept = MOST
             if last:
                 kept = 2
                 used = len(os.listdir(f"/proc/{running.pid}/fd"))
                 resource.prlimit(running.pid, resource.RLIMIT_NOFILE, (used + kept, used + kept))
-            socks = knock(port, COMING)
+            socks = knock(("127.0.0.1", port), COMING)
             async with asyncio.timeout(HEAD_S / 2):  # after HEAD_S they would end anyway
                 while sum(map(ended, socks)) < COMING - kept:
                     await asyncio.sleep(0.01)
-            offset = await goes_on(running.pid, router, asked.request_id, lines, 0)
+            offset = await goes_on(running.pid, token, 0)
             for sock in socks:
                 sock.close()
             async with httpx.AsyncClient(base_url=url, timeout=LIMIT_S) as other:

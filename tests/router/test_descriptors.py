@@ -10,16 +10,15 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import psutil
 import pytest
 
 from router.client import Client
 from router.door import BURST, OTHER_DESCRIPTORS
-from tests.router.stage import ScriptedWorker, Stage, ids_of, until
+from tests.descriptors import LIMIT_S, ended, goes_on, knock
+from tests.router.stage import Stage, ids_of, until
 from wire.messages import Submit, Tokens
 
 pytestmark = pytest.mark.system
@@ -27,9 +26,7 @@ pytestmark = pytest.mark.system
 MOST_CLIENTS = BURST + 8
 DESCRIPTORS = OTHER_DESCRIPTORS + BURST + MOST_CLIENTS
 BACKLOG = 100  # connections that wait to be accepted, at the most
-LOOK_S = 1.0  # how long the CPU time is looked at
 QUIET_S = 1.0  # nobody has been let in for so long: ZeroMQ takes no more, however busy the machine is
-LIMIT_S = 30
 STALLING = """
 import asyncio, signal, sys, time
 from router import __main__ as router
@@ -60,10 +57,6 @@ class Router:
     def wait_until_ready(self) -> None:
         assert b"READY=1" in self.systemd.recv(1000)
 
-    def cpu_s(self) -> float:
-        times = psutil.Process(self.process.pid).cpu_times()
-        return times.user + times.system
-
     def fed(self) -> bool:
         """Whether it goes on to tell systemd that it lives."""
         while select.select([self.systemd], [], [], 0)[0]:
@@ -89,51 +82,10 @@ def router(tmp_path: Path) -> Iterator[Router]:
         router.close()
 
 
-def knock(path: str, most: int, patience_s: float) -> list[socket.socket]:
-    """Connections that say nothing: `most`, or as many as are let in before nobody has been for so long."""
-    socks: list[socket.socket] = []
-    last = time.monotonic()
-    while len(socks) < most and time.monotonic() - last < patience_s:
-        sock = socket.socket(socket.AF_UNIX)
-        sock.setblocking(False)
-        try:
-            sock.connect(path)
-        except BlockingIOError:
-            sock.close()
-        else:
-            socks.append(sock)
-            last = time.monotonic()
-    return socks
-
-
-def ended(sock: socket.socket) -> bool:
-    try:
-        while sock.recv(1000):
-            pass
-    except BlockingIOError:
-        return False
-    except ConnectionError:
-        pass
-    return True
-
-
 async def in_time(condition: Callable[[], bool]) -> None:
     async with asyncio.timeout(LIMIT_S):
         while not condition():
             await asyncio.sleep(0.01)
-
-
-async def goes_on(router: Router, worker: ScriptedWorker, stream, offset: int) -> int:
-    """Tokens come through for a while, each before the next is said, and for the CPU time of that, not of a spin."""
-    began, cpu_s = time.monotonic(), router.cpu_s()
-    while time.monotonic() - began < LOOK_S:
-        await worker.say(Tokens("r", offset, [offset]))
-        message = await asyncio.wait_for(anext(stream), LIMIT_S)
-        assert (message.offset, message.tokens) == (offset, [offset])
-        offset += 1
-        await asyncio.sleep(0.02)
-    assert router.cpu_s() - cpu_s < 0.5 * (time.monotonic() - began)
-    return offset
 
 
 def test_however_many_come_at_once_the_last_descriptor_is_not_taken(router, tmp_path):
@@ -147,16 +99,21 @@ def test_however_many_come_at_once_the_last_descriptor_is_not_taken(router, tmp_
             await worker.say(Tokens("r", 0, [0]))
             assert (await first).tokens == [0]
 
+            async def token(offset: int) -> None:
+                await worker.say(Tokens("r", offset, [offset]))
+                message = await anext(stream)
+                assert (message.offset, message.tokens) == (offset, [offset])
+
             socks = []
             while not any(map(ended, socks[-BACKLOG:])):  # until no more may stay
-                socks += knock(router.path, BACKLOG, LIMIT_S)
+                socks += knock(router.path, BACKLOG)
                 await client.status()
             router.process.send_signal(signal.SIGUSR1)
             burst = knock(router.path, 2 * BURST, QUIET_S)
             assert BURST / 2 < len(burst) < BURST + BACKLOG
             router.process.stdin.close()
             await in_time(lambda: sum(map(ended, burst)) > len(burst) - 8)  # some may have taken the place of one that left
-            offset = await goes_on(router, worker, stream, 1)
+            offset = await goes_on(router.process.pid, token, 1)
             assert router.process.poll() is None
             assert router.fed()
 
@@ -169,7 +126,7 @@ def test_however_many_come_at_once_the_last_descriptor_is_not_taken(router, tmp_
                 await worker.say(Tokens("n", 0, [0]))
                 await worker.finish("n", "length", 1)
                 assert await other == [0]
-            await goes_on(router, worker, stream, offset)
+            await goes_on(router.process.pid, token, offset)
             await stream.aclose()
         await stage.close()
 
