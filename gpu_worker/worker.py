@@ -160,8 +160,9 @@ class Worker:
                     failpoints.hit("parked")
 
     def _send(self, *news: messages.Message) -> None:
-        """To the router, together. A full pipe means that it is stuck or gone: waiting a little bounds memory, and what is lost
-        is replayed from its ledger."""
+        """To the router, together. A full pipe means that it has been stuck or gone for some hundred steps: waiting a little lets
+        fewer be lost, and what is lost is asked for again from its ledger. What a pipe holds is bounded by ROUTER_SILENT_S: who
+        hears nothing for so long ends everything that runs."""
         for payload in bundles(map(pack, news)):
             try:
                 self.socket.send_multipart((messages.PROTOCOL, payload), zmq.NOBLOCK)

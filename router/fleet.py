@@ -153,6 +153,16 @@ class Fleet:
         self.vocab = 0  # 0: not known
         self._gone: dict[bytes, None] = {}  # lives that ended, newest last; a late word of theirs means nothing
 
+    @property
+    def waiting(self) -> int:
+        """Requests that wait in some worker for their first step."""
+        return sum(worker.waiting for worker in self.workers.values())
+
+    @property
+    def running(self) -> int:
+        """Requests that have a seat in some worker and are not parked."""
+        return sum(worker.running for worker in self.workers.values())
+
     def hello(self, identity: bytes, hello: Hello, now: float) -> Worker | None:
         """The life that now owns the name, or None if this one was replaced already."""
         if identity in self._gone:

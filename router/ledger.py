@@ -50,12 +50,7 @@ class Ledger:
     @property
     def queued(self) -> int:
         """Requests that wait for a step, here or in a worker, and are not parked."""
-        here = sum(request.parked_at is None for request in self._queue)
-        return here + sum(worker.waiting for worker in self.fleet.workers.values())
-
-    @property
-    def running(self) -> int:
-        return sum(worker.running for worker in self.fleet.workers.values())
+        return sum(request.parked_at is None for request in self._queue) + self.fleet.waiting
 
     @property
     def parked(self) -> int:

@@ -79,7 +79,7 @@ class Metrics:
         ledger, totals = self._ledger, self._ledger.totals
         yield CounterMetricFamily("parkade_tokens_generated", "New tokens, each once", value=totals.tokens_generated)
         yield CounterMetricFamily("parkade_prompt_tokens", "Tokens of accepted prompts", value=totals.prompt_tokens)
-        yield GaugeMetricFamily("parkade_requests_running", "Requests in a batch", value=ledger.running)
+        yield GaugeMetricFamily("parkade_requests_running", "Requests in a batch", value=ledger.fleet.running)
         yield GaugeMetricFamily("parkade_requests_queued", "Requests that wait for their first step", value=ledger.queued)
         yield CounterMetricFamily("parkade_requests_accepted", "Accepted requests", value=totals.accepted)
         yield _counters("parkade_requests_finished", "Ended requests", "reason", totals.finished, FINISH_REASONS)

@@ -4,6 +4,7 @@ import asyncio
 import secrets
 import time
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import zmq
 from msgspec.structs import replace
 from zmq.utils.monitor import recv_monitor_message
 
-from router.actions import Action, ToClient
+from router.actions import Action, ToClient, ToWorker
 from router.door import EVENTS, OTHER_DESCRIPTORS, Door
 from router.gate import Gate, guest_of, may_say
 from router.holds import unknown
@@ -190,19 +191,27 @@ class Server:
                 identity, *parts = self._workers.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
                 break
-            try:
-                payloads = unbundle(parts)
-            except ProtocolError as error:
-                payloads = []
-                self._bad_message("worker", identity, error)
-            count += max(1, len(payloads))
-            for payload in payloads:
-                try:
-                    actions += self.ledger.from_worker(identity, _WORKERS.unpack(payload), now)
-                except ProtocolError as error:
-                    self._bad_message("worker", identity, error)
+            count += 1
+            for message in self._said_by(identity, parts):
+                count += 1
+                actions += self.ledger.from_worker(identity, message, now)
         self._act(actions, now)
         return count
+
+    def _said_by(self, worker: bytes, parts: list[bytes]) -> Iterator[WorkerToRouter]:
+        """The messages of a worker's frame. What is none is counted and passed over."""
+        try:
+            payloads = unbundle(parts)
+        except ProtocolError as error:
+            self._bad_message("worker", worker, error)
+            return
+        for payload in payloads:
+            try:
+                message = _WORKERS.unpack(payload)
+            except ProtocolError as error:
+                self._bad_message("worker", worker, error)
+            else:
+                yield message
 
     def _drain_clients(self, now: float) -> int:
         for count in range(BATCH):
@@ -269,32 +278,14 @@ class Server:
 
     # out --------------------------------------------------------------------------------------------------------------
     def _act(self, actions: list[Action], now: float) -> None:
-        """Do what the ledger wants. What goes to one client goes together; a peer that turns out to be gone is an event of its
-        own, handled after the others."""
+        """Do what the ledger wants. A peer that turns out to be gone is an event of its own, handled after the others."""
         while actions:
-            lost_workers = set[bytes]()
-            for_clients: dict[bytes, list[bytes]] = {}
-            probes: list[ToClient] = []
-            for action in actions:
-                if failpoints.armed and not action.probe and (name := _FAILPOINTS.get(type(action.message))) is not None:
-                    failpoints.hit(name)
-                if isinstance(action, ToClient):
-                    if action.probe:
-                        probes.append(action)
-                    else:
-                        for_clients.setdefault(action.client, []).append(action.payload)
-                elif action.worker not in lost_workers and not self._to_workers.send(
-                    action.worker, pack(action.message), now, action.probe
-                ):
-                    lost_workers.add(action.worker)
-            lost_clients = {
-                client
-                for client, payloads in for_clients.items()
-                if not all(self._to_clients.send(client, payload, now) for payload in bundles(payloads))
-            }
-            for probe in probes:
-                if not self._to_clients.send(probe.client, probe.payload, now, probe=True):
-                    lost_clients.add(probe.client)
+            if failpoints.armed:
+                for action in actions:
+                    if not action.probe and (name := _FAILPOINTS.get(type(action.message))) is not None:
+                        failpoints.hit(name)
+            lost_workers = self._tell_workers([action for action in actions if isinstance(action, ToWorker)], now)
+            lost_clients = self._tell_clients([action for action in actions if isinstance(action, ToClient)], now)
             actions = [
                 *(more for worker in lost_workers for more in self.ledger.worker_lost(worker, now)),
                 *(more for client in lost_clients for more in self.ledger.client_lost(client, now)),
@@ -302,6 +293,30 @@ class Server:
         if (self._to_clients.full or self._to_workers.full) and not self._retry_due:
             self._retry_due = True
             self._loop.call_later(RETRY_S, self._retry)
+
+    def _tell_workers(self, actions: list[ToWorker], now: float) -> set[bytes]:
+        """One by one, in order; who cannot be reached."""
+        lost = set[bytes]()
+        for action in actions:
+            if action.worker not in lost and not self._to_workers.send(action.worker, pack(action.message), now, action.probe):
+                lost.add(action.worker)
+        return lost
+
+    def _tell_clients(self, actions: list[ToClient], now: float) -> set[bytes]:
+        """To each together what it gets, in order, then the probes; who cannot be reached."""
+        told: dict[bytes, list[bytes]] = {}
+        for action in actions:
+            if not action.probe:
+                told.setdefault(action.client, []).append(action.payload)
+        lost = {
+            client
+            for client, payloads in told.items()
+            if not all(self._to_clients.send(client, payload, now) for payload in bundles(payloads))
+        }
+        for action in actions:
+            if action.probe and not self._to_clients.send(action.client, action.payload, now, probe=True):
+                lost.add(action.client)
+        return lost
 
     def _retry(self) -> None:
         self._retry_due = False

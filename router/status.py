@@ -19,7 +19,7 @@ def status_of(ledger: Ledger, budget: Budget | None, metrics: str, now: float) -
             reason=reason,
             draining=ledger.draining,
             queued=ledger.queued,
-            running=ledger.running,
+            running=ledger.fleet.running,
             parked=ledger.parked,
             slots=ledger.fleet.slots(),
             workers=[_worker_status(worker, now) for worker in workers],

@@ -133,7 +133,7 @@ class Scene:
         """Nothing is left in any book of the ledger."""
         ledger = self.ledger
         assert not ledger.requests
-        assert (ledger.queued, ledger.running, ledger.parked) == (0, 0, 0)
+        assert (ledger.queued, ledger.fleet.running, ledger.parked) == (0, 0, 0)
         assert (ledger._queue.fresh, ledger._queue.fresh_tokens, len(ledger._queue)) == (0, 0, 0)
         assert not ledger._delivery.blocked
         assert not ledger._delivery._by_client

@@ -210,7 +210,7 @@ def test_a_request_that_waits_in_the_worker_is_not_missed():
         scene.load(lists=[], waiting=1, running=0)
         scene._note(scene.ledger.tick(scene.now))
     assert scene.heard(W) == []
-    assert (scene.ledger.queued, scene.ledger.running) == (1, 0)
+    assert (scene.ledger.queued, scene.ledger.fleet.running) == (1, 0)
 
 
 # poison ---------------------------------------------------------------------------------------------------------------

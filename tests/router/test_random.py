@@ -338,7 +338,7 @@ class World:
         assert not ledger.requests and not len(ledger._queue) and not ledger._delivery.blocked
         assert (ledger._queue.fresh, ledger._queue.fresh_tokens) == (0, 0)
         assert not ledger._delivery._by_client and not ledger._delivery._sent_at
-        assert (ledger.queued, ledger.running, ledger.parked) == (0, 0, 0)
+        assert (ledger.queued, ledger.fleet.running, ledger.parked) == (0, 0, 0)
         assert all(not worker.assigned and not worker.stale for worker in ledger.fleet.workers.values())
         assert not ledger._holds._until and not ledger._holds._asked
 
