@@ -1,7 +1,6 @@
 """Clients of a run: each asks for one stream after the other and writes down all it sees. They judge nothing."""
 
 import asyncio
-import contextlib
 import json
 import ssl
 from collections.abc import Callable
@@ -29,13 +28,14 @@ def submitted(history: History, ask: Ask, how: str) -> None:
 async def zeromq_client(address: str, history: History, asks: Callable[[int], Ask | None]) -> None:
     """Until `asks(number)` has no more."""
     number = 0
-    async with contextlib.AsyncExitStack() as stack:
-        client = await stack.enter_async_context(Client(address))
-        while (ask := asks(number)) is not None:
-            number += 1
-            if await zeromq_stream(client, history, ask):
-                client.close()
-                client = await stack.enter_async_context(Client(address))
+    while True:
+        async with Client(address) as client:
+            while (ask := asks(number)) is not None:
+                number += 1
+                if await zeromq_stream(client, history, ask):
+                    break  # it goes away, and comes back as another
+            else:
+                return
 
 
 async def zeromq_stream(client: Client, history: History, ask: Ask) -> bool:
