@@ -92,11 +92,13 @@ class JournaledScheduler(Scheduler):
 def path_of(name: str, worker: str, workers: int) -> Path:
     """The file of one worker of several: its name goes before the suffix."""
     path = Path(name)
-    return path if workers == 1 else path.with_name(f"{path.stem}-{worker}{path.suffix}")
+    return path if workers == 1 or not path.name else path.with_name(f"{path.stem}-{worker}{path.suffix}")
 
 
 def _created(path: Path) -> tuple[Path, int]:
     """A new file that only we may read, as it holds prompts."""
+    if not path.name:
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
     for number in range(MOST_FILES):
         one = path.with_name(f"{path.name}.{number}") if number else path
         try:

@@ -28,14 +28,19 @@ def run_dir(given: str) -> Iterator[str]:
             shutil.rmtree(path, ignore_errors=True)
         return
     path = os.path.abspath(given)
-    if len(sockets.hostcache_path(path)) > sockets.MAX_IPC_PATH_CHARS:
-        raise ConfigError(
-            f"--run-dir {path}: too long for the sockets in it, {sockets.MAX_IPC_PATH_CHARS} characters are allowed"
-        )
+    try:
+        nbytes = len(sockets.hostcache_path(path).encode())
+    except UnicodeEncodeError:
+        raise ConfigError(f"--run-dir {path!a}: not UTF-8, as the names of sockets have to be") from None
+    if nbytes > sockets.MAX_IPC_PATH_CHARS:
+        raise ConfigError(f"--run-dir {path}: too long for the sockets in it, {sockets.MAX_IPC_PATH_CHARS} bytes are allowed")
     try:
         os.makedirs(path, mode=0o700, exist_ok=True)
-        if os.stat(path).st_mode & 0o022:
+        there = os.stat(path)
+        if there.st_mode & 0o022:
             raise ConfigError(f"--run-dir {path}: other users may write there, and so take the place of a socket; chmod 700 it")
+        if there.st_uid != os.geteuid():
+            raise ConfigError(f"--run-dir {path}: it is another user's, who may take the place of a socket; chown it")
         lock = os.open(f"{path}/{LOCK_NAME}", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     except OSError as error:
         raise ConfigError(f"--run-dir {path}: {error.strerror}") from None
@@ -56,7 +61,7 @@ def run_dir(given: str) -> Iterator[str]:
 
 def _fresh() -> str:
     for parent in (os.environ.get("XDG_RUNTIME_DIR"), tempfile.gettempdir(), "/tmp"):
-        if parent and len(parent) < 80 and os.access(parent, os.W_OK | os.X_OK):
+        if parent and len(os.fsencode(parent)) < 80 and os.access(parent, os.W_OK | os.X_OK):
             return tempfile.mkdtemp(prefix="parkade-", dir=parent)
     raise ConfigError("--run-dir: no folder for the sockets found; give one")
 

@@ -61,6 +61,8 @@ def free_port(host: str, port: int) -> int:
             return probe.getsockname()[1]
     except socket.gaierror as error:
         raise ConfigError(f"--host {host}: {error.strerror}") from None
+    except UnicodeError:
+        raise ConfigError(f"--host {host!a}: no host can have such a name") from None
     except OSError as error:
         raise ConfigError(f"--port {port} on {host}: {error.strerror}; choose another with --port") from None
 

@@ -122,7 +122,10 @@ def size_bytes(text: str) -> int:
         raise ConfigError(f"{text!r} is not a size; write it like 8GiB, 16MiB or 0")
     number, prefix, binary = match.groups()
     unit = (1024 if binary else 1000) ** (" kmgt".index(prefix.lower()) if prefix else 0)
-    return int(float(number) * unit)
+    size = float(number) * unit
+    if size >= 2**63:
+        raise ConfigError(f"{text[:20]}... is more than any machine has")
+    return int(size)
 
 
 def draft_length(text: str) -> int | None:

@@ -75,6 +75,8 @@ def listen(host: str, port: int) -> socket.socket:
         listener = socket.socket(family, kind, proto)
     except OSError as error:
         raise ConfigError(f"--host {host}: {error.strerror}") from None
+    except UnicodeError:
+        raise ConfigError(f"--host {host!a}: no host can have such a name") from None
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         limit_peers(listener)

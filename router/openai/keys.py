@@ -95,7 +95,7 @@ def _digests(names: dict[bytes, str]) -> dict[bytes, str]:
 def _given(authorization: str) -> bytes:
     """The digest of the key that a header carries; of nothing that could be a key if it carries none."""
     scheme, _, key = authorization.partition(" ")
-    return hashlib.sha256(key.strip().encode("latin-1") if scheme.lower() == "bearer" else b"").digest()
+    return hashlib.sha256(key.encode("latin-1").strip() if scheme.lower() == "bearer" else b"").digest()
 
 
 def _find(digests: dict[bytes, str], given: bytes) -> str | None:

@@ -34,7 +34,10 @@ def test_serve_has_a_flag_for_every_setting() -> None:
         (["--model", "/no/such.gguf"], "/no/such.gguf"),
         (["--config", "/no/such.toml"], "/no/such.toml"),
         (["--park-ram", "much"], "--park-ram 'much'"),
+        (["--park-ram", "9" * 400], "--park-ram 9999"),
         (["--host", "256.0.0.1"], "--host 256.0.0.1"),
+        (["--host", "a..b"], "--host 'a..b'"),
+        (["--host", "\udcff"], "--host '\\udcff'"),
     ],
 )
 def test_a_mistake_ends_serve_with_one_line_before_anything_starts(arguments: list[str], words: str) -> None:

@@ -51,7 +51,7 @@ def test_leftovers_of_a_killed_server_are_cleaned(tmp_path: Path) -> None:
         assert not set(os.listdir(tmp_path)) & set(SOCKETS)
 
 
-@pytest.mark.parametrize("path", ["/proc/nowhere", "/dev/null", "/tmp/" + "x" * 120])
+@pytest.mark.parametrize("path", ["/proc/nowhere", "/dev/null", "/tmp/" + "x" * 120, "/tmp/" + "\xe9" * 60, "/tmp/\udcff"])
 def test_one_that_cannot_be_is_one_line(path: str) -> None:
     with pytest.raises(ConfigError, match="--run-dir"), run_dir(path):
         pass
@@ -61,5 +61,12 @@ def test_one_that_cannot_be_is_one_line(path: str) -> None:
 def test_one_where_others_may_write_is_refused_before_anything_is_in_it(tmp_path: Path, mode: int) -> None:
     tmp_path.chmod(mode)
     with pytest.raises(ConfigError, match="chmod 700"), run_dir(str(tmp_path)):
+        pass
+    assert os.listdir(tmp_path) == []
+
+
+def test_another_users_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "geteuid", lambda: tmp_path.stat().st_uid + 1)
+    with pytest.raises(ConfigError, match="another user's"), run_dir(str(tmp_path)):
         pass
     assert os.listdir(tmp_path) == []

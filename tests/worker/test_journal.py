@@ -124,3 +124,9 @@ def test_the_setting_makes_a_file_for_this_worker(tmp_path: Path) -> None:
 def test_a_file_that_cannot_be_made_is_one_line(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="--journal .*no/j: No such file or directory"):
         make_scheduler(Config(journal=str(tmp_path / "no" / "j")), LIMITS, HELLO)
+
+
+@pytest.mark.parametrize("device", ["cpu", "cpu,cpu"])
+def test_the_root_of_all_folders_is_no_file(device: str) -> None:
+    with pytest.raises(ConfigError, match="--journal /: Is a directory"):
+        make_scheduler(Config(journal="/", device=device), LIMITS, HELLO)
