@@ -57,7 +57,7 @@ def install(root: str, gpus: str | None, park_ram: str | None, python: str | Non
         return _compare(place, files)
     for name, text in files.items():
         path = place / name
-        path.parent.mkdir(parents=True, exist_ok=True)
+        _folder(path.parent)
         part = path.with_name(f".{path.name}.part")
         part.write_text(text)
         part.chmod(0o644)
@@ -67,6 +67,15 @@ def install(root: str, gpus: str | None, park_ram: str | None, python: str | Non
     return 0
 
 
+def _folder(path: Path) -> None:
+    """Make it and what it lies in, where they are not there: for everybody to look into, whatever the umask says. The services'
+    user has to read the settings."""
+    for folder in (*reversed(path.parents), path):
+        if not folder.exists():
+            folder.mkdir()
+            folder.chmod(0o755)
+
+
 def rendered(root: Path, gpus: str | None, park_ram: str | None, machine: Machine) -> dict[str, str]:
     """All files by their path below `root`. Settings that are there already are kept, but for what the arguments say."""
     path = root / SETTINGS
@@ -74,6 +83,8 @@ def rendered(root: Path, gpus: str | None, park_ram: str | None, machine: Machin
         text = path.read_text() if path.exists() else (SOURCES / "config.toml").read_text()
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path}: {error}") from None
     values = {}
     if gpus is not None:
         if not re.fullmatch(r"\d{1,3}(,\d{1,3})*", gpus):
@@ -131,7 +142,7 @@ def _compare(root: Path, files: Mapping[str, str]) -> int:
     differs = False
     for name, text in files.items():
         path = root / name
-        there = path.read_text() if path.exists() else ""
+        there = path.read_text(errors="replace") if path.exists() else ""
         lines = list(difflib.unified_diff(there.splitlines(), text.splitlines(), str(path), "as it should be", lineterm=""))
         print("\n".join(lines) if lines else f"{path}: as it should be")
         differs |= bool(lines)

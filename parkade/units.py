@@ -98,7 +98,8 @@ def with_settings(text: str, values: Mapping[str, str]) -> str:
     """The settings file with these values, as TOML strings; comments and all other lines stay as they are."""
     for key, value in values.items():
         line = f'{key} = "{value}"'
-        text, count = re.subn(rf'^{key}\s*=\s*("[^"\n]*"|[^#\n]*?)(?=\s*(#|$))', line, text, count=1, flags=re.MULTILINE)
+        there = rf'^{key}\s*=\s*("[^"\n]*"|[^#\n]*?)(?=\s*(#|$))'
+        text, count = re.subn(there, line.replace("\\", r"\\"), text, count=1, flags=re.MULTILINE)
         if not count:
             text = f"{text.rstrip()}\n{line}\n"
     return text

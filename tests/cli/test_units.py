@@ -1,7 +1,9 @@
 """The units for systemd: systemd itself finds nothing to say about them, they are closed, and they follow the settings."""
 
+import os
 import re
 import shutil
+import stat
 import subprocess
 import sys
 from pathlib import Path
@@ -204,11 +206,34 @@ def test_install_keeps_the_settings_and_resolves_auto(tmp_path: Path) -> None:
     assert "worker@cuda1.service parkade-gpu-worker@cuda3.service" in target
 
 
-@pytest.mark.parametrize("arguments", [["--gpus", "all"], ["--park-ram", "lots"], ["--park-ram", "900TiB"]])
+@pytest.mark.parametrize(
+    "arguments", [["--gpus", "all"], ["--park-ram", "lots"], ["--park-ram", "900TiB"], ["--park-ram", r"\9GiB"]]
+)
 def test_a_mistake_is_one_line_and_nothing_is_written(tmp_path: Path, arguments: list[str]) -> None:
     status, said = command("install", "--root", tmp_path, *arguments)
     assert (status, said.startswith("error: "), said.count("\n")) == (1, True, 1)
     assert not list(tmp_path.iterdir())
+
+
+def test_the_services_can_read_their_settings_whatever_the_umask(tmp_path: Path) -> None:
+    umask = os.umask(0o077)
+    try:
+        assert command("install", "--root", tmp_path / "image")[0] == 0
+    finally:
+        os.umask(umask)
+    modes = {stat.S_IMODE(path.stat().st_mode) for path in tmp_path.glob("image/**/") if path != tmp_path}
+    assert modes == {0o755}
+    assert stat.S_IMODE((tmp_path / "image/etc/parkade/config.toml").stat().st_mode) == 0o644
+
+
+def test_files_that_are_no_text_are_one_line_or_a_difference(tmp_path: Path) -> None:
+    assert command("install", "--root", tmp_path)[0] == 0
+    unit, settings = tmp_path / "etc/systemd/system/parkade.target", tmp_path / "etc/parkade/config.toml"
+    unit.write_bytes(b"\xff\n")
+    assert command("install", "--root", tmp_path, "--check")[0] == 1
+    settings.write_bytes(b"\xff\n")
+    status, said = command("install", "--root", tmp_path)
+    assert (status, said.startswith("error: "), said.count("\n")) == (1, True, 1)
 
 
 def test_nothing_is_written_that_systemd_speaks_about(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
