@@ -13,7 +13,7 @@ import msgspec
 from parkade.run_dir import run_dir
 from parkade.supervisor import Failure, Program, Supervisor, ended_how
 from router.client import Client
-from wire import sockets
+from wire import failpoints, sockets
 from wire.config import Config, ConfigError, as_environ, devices
 from wire.messages import Status
 from wire.model_files import find_model
@@ -26,6 +26,7 @@ KEEPERS = ("openai", "router")  # of files that a SIGHUP has read again
 
 def serve(config: Config) -> int:
     """Run a server until it is told to stop; the exit status. ConfigError before anything has been started."""
+    failpoints.check()
     find_model(config.model)
     config = msgspec.structs.replace(config, port=free_port(config.host, config.port))
     with run_dir(config.run_dir) as path:

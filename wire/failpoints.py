@@ -6,6 +6,7 @@ Without the variable `hit` does nothing.
 """
 
 import os
+import re
 import signal
 from collections import Counter
 from collections.abc import Callable
@@ -15,6 +16,7 @@ from wire.config import ConfigError
 
 VARIABLE = "PARKADE_FAIL"
 ACTIONS = ("kill", "stop", "raise")
+_NUMBER = re.compile(r"0*[1-9][0-9]{0,9}")
 
 # name -> (file, where). tests/wire/test_failpoints.py holds the table against the code.
 POINTS = {
@@ -62,7 +64,7 @@ def counted(text: str) -> Callable[[str], None]:
         name, _, rest = part.strip().partition(":")
         number, _, action = rest.partition(":")
         action = action or "kill"
-        if name not in POINTS or not number.isascii() or not number.isdigit() or not int(number) or action not in ACTIONS:
+        if name not in POINTS or not _NUMBER.fullmatch(number) or action not in ACTIONS:
             raise ConfigError(
                 f"{VARIABLE}={text}: {part!r} is not NAME:N[:{'|'.join(ACTIONS)}] with a name of {', '.join(POINTS)}"
             )
@@ -99,5 +101,15 @@ def chosen(text: str) -> Callable[[str], None]:
 
 
 armed = bool(os.environ.get(VARIABLE))  # for places where even finding out the name costs something
+_mistake = ""
 if armed:
-    hit = chosen(os.environ[VARIABLE])
+    try:
+        hit = chosen(os.environ[VARIABLE])
+    except ConfigError as error:  # for `check`: who imports this cannot tell it
+        _mistake = str(error)
+
+
+def check() -> None:
+    """ConfigError if the variable does not say what it should. Every process asks at its start."""
+    if _mistake:
+        raise ConfigError(_mistake)

@@ -13,6 +13,7 @@ import threading
 from collections.abc import Callable, Sequence
 
 from wire import config as settings
+from wire import failpoints
 from wire.config import FIELDS, Config, ConfigError
 
 USER_ERROR = 78  # exit status (EX_CONFIG): restarting does not help, the last line on stderr says what to change
@@ -45,6 +46,7 @@ def setup(process_name: str, argv: Sequence[str] | None = None) -> Config:
     flags = vars(parser.parse_args(argv))
     worker_name = os.environ.get("PARKADE_WORKER_NAME") if process_name == "gpu_worker" else None
     open_log(worker_name or process_name.rpartition(".")[2])
+    failpoints.check()
     config = settings.load(flags, flags.pop("config"))
     if not config.run_dir:
         raise ConfigError(f"python -m {process_name} needs --run-dir, the folder where the processes meet")

@@ -57,7 +57,18 @@ def test_a_stopped_process_goes_on():
         assert process.communicate(timeout=60)[0] == "on\n"
 
 
-@pytest.mark.parametrize("text", ["copy", "copy:0", "copy:x", "copy:1:burn", "nowhere:1", "copy:1,,"])
+@pytest.mark.parametrize("command", ["hostcache", "router", "parkade serve"])
+def test_a_process_with_a_mistake_ends_with_one_line(command):
+    code = f"import runpy, sys\nsys.argv = {command.split()}\nrunpy.run_module(sys.argv[0], run_name='__main__', alter_sys=True)"
+    done = run(code, "nowhere:1")
+    assert done.returncode == (1 if "serve" in command else 78)
+    assert done.stderr.startswith("error: PARKADE_FAIL=nowhere:1: ")
+    assert done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "text", ["copy", "copy:0", "copy:x", "copy:1:burn", "nowhere:1", "copy:1,,", "copy:-1", "copy:" + "9" * 5000]
+)
 def test_a_mistake_is_one_line(text):
     with pytest.raises(ConfigError, match="is not NAME:N"):
         failpoints.counted(text)
