@@ -3,7 +3,10 @@
 Lines that start with # and empty ones do not count. CURVE keys are Z85 text of 40 characters, as `parkade keygen` writes them.
 """
 
+import errno
 import hashlib
+import os
+import stat
 import struct
 from pathlib import Path
 
@@ -20,7 +23,7 @@ def read_keys(path: str, flag: str) -> dict[bytes, str]:
     """The name of each key in the file; one without a name gets one that is made from it and does not tell it. ConfigError that
     names the flag if there is no key, if a line has more than two words, or if a key is there twice."""
     try:
-        lines = Path(path).read_bytes().splitlines()
+        lines = _plain_file(path).splitlines()
     except OSError as error:
         raise ConfigError(f"{flag} {path}: {error.strerror}") from None
     names: dict[bytes, str] = {}
@@ -38,6 +41,14 @@ def read_keys(path: str, flag: str) -> dict[bytes, str]:
     if not names:
         raise ConfigError(f"{flag} {path}: it holds no key")
     return names
+
+
+def _plain_file(path: str) -> bytes:
+    """What the file holds. OSError for a pipe or a device: to wait for one, at a SIGHUP, would stop a loop that serves."""
+    with open(path, "rb", opener=lambda path, flags: os.open(path, flags | os.O_NONBLOCK)) as file:
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            raise OSError(errno.EINVAL, "it is no plain file")
+        return file.read()
 
 
 def read_allowed(path: str, flag: str) -> dict[bytes, str]:

@@ -1,6 +1,7 @@
 """Keys over HTTP: whose they are, what only an admin may do, what is open without any, and files that are read again."""
 
 import asyncio
+import os
 import signal
 from pathlib import Path
 
@@ -167,6 +168,15 @@ def test_a_file_that_does_not_do_is_one_line_without_a_key(keys: Path, text: str
     for flag in ("api_key_file", "admin_key_file"):
         with pytest.raises(ConfigError, match=f"--{flag.replace('_', '-')} /nowhere"):
             Keys(Config(**{flag: "/nowhere"}))
+
+
+def test_no_file_is_waited_for(tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    files = {pipe: "it is no plain file", tmp_path: "Is a directory", Path("/dev/zero"): "it is no plain file"}
+    for path, why in files.items():
+        with pytest.raises(ConfigError, match=f"--api-key-file {path}: {why}"):
+            Keys(Config(api_key_file=str(path)))
 
 
 async def test_a_hangup_reads_the_keys_again_and_drops_no_stream(run_dir: Path, keys: Path) -> None:  # noqa: F811
