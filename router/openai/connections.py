@@ -100,7 +100,15 @@ class Connection(HttpToolsProtocol):
 
     def _await_head(self) -> None:
         if self._head_due is None:
-            self._head_due = self.loop.call_later(HEAD_S, self._refuse, b"")
+            self._head_due = self.loop.call_later(HEAD_S, self._head_is_late)
+
+    def _head_is_late(self) -> None:
+        """Close; but what has begun while an answer is under way may wait for its end."""
+        self._head_due = None
+        if self.cycle is None or self.cycle.response_complete:
+            self._refuse(b"")
+        else:
+            self._await_head()
 
     def _leave(self) -> None:
         """It is not idle any more, or not there."""

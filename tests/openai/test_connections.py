@@ -3,7 +3,7 @@
 import asyncio
 import resource
 import socket
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 
 import httpx
 import pytest
@@ -11,6 +11,8 @@ import pytest
 from router.openai import connections
 from router.openai.__main__ import UNSENT_BYTES, http_config, listen, taken_over
 from tests.openai.conftest import Adapter, Start
+from tests.openai.fake_router import FakeStream
+from wire.messages import Finished, Message, Usage
 
 Pair = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
@@ -125,6 +127,31 @@ async def test_a_head_that_never_ends_is_waited_for_a_bounded_time(
     assert (await kept.readline()).startswith(b"HTTP/1.1 200")
     writer.write(b"GET / HT")  # the second on this connection
     await asyncio.wait_for(kept.read(), 30)
+
+
+async def test_half_a_head_does_not_cut_the_answer_before_it(monkeypatch: pytest.MonkeyPatch, start: Start) -> None:
+    monkeypatch.setattr(connections, "HEAD_S", 0.01)
+    adapter = await start()
+    overdue = asyncio.Event()
+
+    async def script(stream: FakeStream) -> AsyncIterator[Message]:
+        await overdue.wait()
+        yield Finished(stream.generate.request_id, "length", Usage(1, 0))
+
+    adapter.router.script = script
+    body = b'{"prompt": "Once", "stream": true}'
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(body)
+    reader, writer = await connect(adapter, head + body)
+    async with asyncio.timeout(30):
+        await adapter.router.submitted.wait()
+        writer.write(b"GET / HT")
+        (connection,) = adapter.server.server_state.connections
+        while (due := connection._head_due) is None:
+            await asyncio.sleep(0)
+        while connection._head_due is due:
+            await asyncio.sleep(0)
+        overdue.set()
+        assert b"data: [DONE]" in await reader.read()  # and then it is closed, for want of the rest
 
 
 async def test_an_answer_that_is_not_taken_waits_in_a_small_buffer(adapter: Adapter) -> None:
