@@ -145,8 +145,10 @@ class Server:
 
     def _failed(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
         loop.default_exception_handler(context)
-        if not self._done.done() and isinstance(error := context.get("exception"), Exception):
-            self._done.set_exception(error)
+        if isinstance(error := context.get("exception"), Exception):
+            self._closed = True  # what it had still to tell is gone, and a word after that would leave a gap in a stream
+            if not self._done.done():
+                self._done.set_exception(error)
 
     def _close(self) -> None:
         self._hostcache.close()
@@ -278,18 +280,23 @@ class Server:
 
     # out --------------------------------------------------------------------------------------------------------------
     def _act(self, actions: list[Action], now: float) -> None:
-        """Do what the ledger wants. A peer that turns out to be gone is an event of its own, handled after the others."""
-        while actions:
-            if failpoints.armed:
-                for action in actions:
-                    if not action.probe and (name := _FAILPOINTS.get(type(action.message))) is not None:
-                        failpoints.hit(name)
-            lost_workers = self._tell_workers([action for action in actions if isinstance(action, ToWorker)], now)
-            lost_clients = self._tell_clients([action for action in actions if isinstance(action, ToClient)], now)
-            actions = [
-                *(more for worker in lost_workers for more in self.ledger.worker_lost(worker, now)),
-                *(more for client in lost_clients for more in self.ledger.client_lost(client, now)),
-            ]
+        """Do what the ledger wants. A peer that turns out to be gone is an event of its own, handled after the others. What fails
+        in the middle is the end of everything: see `_failed`."""
+        try:
+            while actions and not self._closed:
+                if failpoints.armed:
+                    for action in actions:
+                        if not action.probe and (name := _FAILPOINTS.get(type(action.message))) is not None:
+                            failpoints.hit(name)
+                lost_workers = self._tell_workers([action for action in actions if isinstance(action, ToWorker)], now)
+                lost_clients = self._tell_clients([action for action in actions if isinstance(action, ToClient)], now)
+                actions = [
+                    *(more for worker in lost_workers for more in self.ledger.worker_lost(worker, now)),
+                    *(more for client in lost_clients for more in self.ledger.client_lost(client, now)),
+                ]
+        except Exception:
+            self._closed = True
+            raise
         if (self._to_clients.full or self._to_workers.full) and not self._retry_due:
             self._retry_due = True
             self._loop.call_later(RETRY_S, self._retry)

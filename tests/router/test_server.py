@@ -4,8 +4,10 @@ import asyncio
 import socket
 
 import pytest
+import zmq
 
 import router.hostcache_link
+import router.server
 import wire.codec
 from router.client import Client
 from tests.router.stage import RawReader, ids_of, stage, until
@@ -95,6 +97,38 @@ def test_of_a_bundle_only_what_is_garbage_is_dropped(run):
             assert not stream._ended
 
     run(story())
+
+
+def test_a_router_that_fails_while_it_tells_says_nothing_more(run, monkeypatch):
+    """A word after one that was lost would leave a gap in a stream."""
+    monkeypatch.setattr(router.server, "BATCH", 1)  # a frame a turn
+    heard = []
+
+    async def story():
+        async with stage() as s, s.client() as client:
+            worker = await s.worker()
+            stream = client.submit(Generate("r", [1], max_tokens=9))
+            await worker.next(Submit)
+            await worker.say(Tokens("r", 0, [0]))
+            assert (await anext(stream)).tokens == [0]
+
+            def tell_clients_once(*_: object) -> None:
+                monkeypatch.undo()
+                assert s.server._workers.poll(5000)  # the next word has come
+                s.server._loop.call_soon(s.server._turn)  # and is the next thing that the loop turns to
+                raise RuntimeError("planted")
+
+            monkeypatch.setattr(s.server, "_tell_clients", tell_clients_once)
+            at_once = zmq.Socket.shadow(worker.socket.underlying)
+            for offset in range(1, 9):
+                at_once.send_multipart(frames(Tokens("r", offset, [offset])))
+            last = await anext(stream)
+            heard.extend([message async for message in stream])
+
+    with pytest.raises(RuntimeError, match="planted"):
+        run(story())
+    (last,) = heard
+    assert isinstance(last, Finished) and last.code == "router_lost"
 
 
 def test_clients_do_not_send_bundles(run):
