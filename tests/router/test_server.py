@@ -122,7 +122,6 @@ def test_a_router_that_fails_while_it_tells_says_nothing_more(run, monkeypatch):
             at_once = zmq.Socket.shadow(worker.socket.underlying)
             for offset in range(1, 9):
                 at_once.send_multipart(frames(Tokens("r", offset, [offset])))
-            last = await anext(stream)
             heard.extend([message async for message in stream])
 
     with pytest.raises(RuntimeError, match="planted"):
