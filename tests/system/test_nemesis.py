@@ -84,6 +84,9 @@ LOST = {"outcome": "lost", "code": "router_lost"}
         (set_(5, outcome="stop"), "ended with stop"),
         (set_(5, outcome="cancelled"), "ended with cancelled"),
         (set_(5, outcome="rejected", code="queue_full"), "ended with rejected queue_full"),
+        (set_(5, outcome="rejected", code="503"), "ended with rejected 503"),
+        (lambda events: stood_still("gpu_worker", 0.1)(events), "ended with rejected 503"),
+        (lambda events: stood_still("router", 0.5)(events), "ended with rejected 503"),
         (set_(5, tokens=9), "and 9 are counted"),
         (set_(5, **LOST), "ended with lost"),
         (
@@ -101,6 +104,17 @@ def test_what_must_not_happen_is_found(change, said):
     assert said in "\n".join(broken(change))
 
 
+def stood_still(process: str, at_s: float):
+    """From then on, and the stream was refused, with the status of a router that does not answer."""
+
+    def change(events: list[dict]) -> None:
+        del events[1:5]
+        events[1].update(outcome="rejected", code="503", tokens=0)
+        events.append({"t": at_s, "event": "stopped", "process": process})
+
+    return change
+
+
 def died(process: str):
     def change(events: list[dict]) -> None:
         events[5].update(LOST)
@@ -116,6 +130,7 @@ def died(process: str):
         (died("router"), "zeromq"),
         (died("router"), "http"),
         (died("router.openai"), "http"),
+        (stood_still("router", 0.1), "http"),
         (lambda events: (events.insert(2, {"t": 0.1, "event": "leave", "id": "a", "how": "cancel"}),
                          events.pop(5), events[5].update(outcome="cancelled", tokens=4)), "zeromq"),
     ],
