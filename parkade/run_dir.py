@@ -38,7 +38,9 @@ def run_dir(given: str) -> Iterator[str]:
         os.makedirs(path, mode=0o700, exist_ok=True)
         there = os.stat(path)
         if there.st_mode & 0o022:
-            raise ConfigError(f"--run-dir {path}: other users may write there, and so take the place of a socket; chmod 700 it")
+            raise ConfigError(
+                f"--run-dir {path}: others may write there, and so take the place of a socket; give a folder of its own"
+            )
         if there.st_uid != os.geteuid():
             raise ConfigError(f"--run-dir {path}: it is another user's, who may take the place of a socket; chown it")
         lock = os.open(f"{path}/{LOCK_NAME}", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)

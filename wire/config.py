@@ -23,7 +23,9 @@ class ConfigError(ValueError):
 class Config(Struct, frozen=True, forbid_unknown_fields=True):
     """The settings. The description of a field is its help text; a field named `no_...` is a bare flag."""
 
-    model: Annotated[str, Meta(description="smollm2, bard, a GGUF file, or a Hugging Face folder")] = "smollm2"
+    model: Annotated[
+        str, Meta(description="smollm2, bard, toy (no language, for tests), a GGUF file, or a Hugging Face folder")
+    ] = "smollm2"
     ctx: Annotated[
         int, Meta(ge=0, le=2**31, description="cells of the pool that all sequences share (0: as many as the card has room for)")
     ] = 8192

@@ -60,7 +60,7 @@ def test_one_that_cannot_be_is_one_line(path: str) -> None:
 @pytest.mark.parametrize("mode", [0o770, 0o702, 0o777])
 def test_one_where_others_may_write_is_refused_before_anything_is_in_it(tmp_path: Path, mode: int) -> None:
     tmp_path.chmod(mode)
-    with pytest.raises(ConfigError, match="chmod 700"), run_dir(str(tmp_path)):
+    with pytest.raises(ConfigError, match="give a folder of its own"), run_dir(str(tmp_path)):
         pass
     assert os.listdir(tmp_path) == []
 

@@ -326,6 +326,7 @@ def main() -> int:
     settings |= dict(pair.split("=", 1) for pair in options.set)
     options.out.parent.mkdir(parents=True, exist_ok=True)
     folder, shm = Path(tempfile.mkdtemp(prefix="soak-")), set(os.listdir("/dev/shm"))
+    print(f"soak of {options.minutes:g} minutes, seed {options.seed}, {options.model}; samples go to {options.out}", flush=True)
     stack = Stack(folder / "run", **settings)
     try:
         soak = Soak(stack, options.model, options.seed, seconds, restart_s, options.sample_s, options.out)
