@@ -23,7 +23,7 @@ from msgspec import structs
 from router.client import Client, generate_message
 from tests.system.nemesis import plan
 from tests.system.nemesis.checker import check
-from tests.system.nemesis.clients import END_S, http_stream, submitted, zeromq_stream
+from tests.system.nemesis.clients import END_S, TLS, http_stream, submitted, zeromq_stream
 from tests.system.nemesis.faults import Lives
 from tests.system.nemesis.history import History
 from tests.system.nemesis.runner import quiet, toy_texts
@@ -41,7 +41,7 @@ LOGPROBS = 20
 LOOK_S, FIRST_LOOK_S = 0.1, 0.05
 GROWTH_BYTES = 8 << 20  # what the allocators of a process may keep more; the soak measures finer
 KINDS = ("whole", "cancel", "vanish", "hang up", "http whole", "park", "http hang up", "whole", "cancel", "hang up")
-REFUSED = "ended with rejected 503"  # an HTTP client on a very busy machine: told so before it was accepted
+TRIES = 5  # of an HTTP client that is refused: the router of a very busy machine may not answer the adapter in time
 STUCK_EVERY = 20  # one visitor in so many stops reading
 
 
@@ -73,24 +73,29 @@ class Round:
         self.full = asyncio.Event()  # as many streams as wanted are there at once
         self.running: set[str] = set()  # as the router last said
         self.gone = 0  # visitors that do not get stuck
-        self.news = asyncio.Condition()  # of the two
+        self.news = asyncio.Condition()  # of `running`, `there` and `gone`
         self.there = self.most = 0  # streams at once: as the router last said, and at most
 
     async def run(self) -> None:
         """To its end, and until nobody has anything."""
         lives = Lives(self.stack.process.pid)
-        lives.look()
-        async with Client(self.stack.address) as client:
-            watching = asyncio.create_task(self._watch(client))
-            async with asyncio.TaskGroup() as group:
-                group.create_task(self._residents())
-                async with asyncio.timeout(END_S):
-                    await self.full.wait()
-                group.create_task(self._visitors())
-            watching.cancel()
-            await asyncio.gather(watching, return_exceptions=True)
-        await quiet(self.stack, lives, self.history)
-        lives.close()
+        try:
+            lives.look()
+            async with Client(self.stack.address) as client, asyncio.TaskGroup() as group:
+                watching = group.create_task(self._watch(client))
+                await self._everybody()
+                watching.cancel()
+            await quiet(self.stack, lives, self.history)
+        finally:
+            lives.close()
+
+    async def _everybody(self) -> None:
+        """Residents, and visitors once all of those are there."""
+        async with asyncio.TaskGroup() as group:
+            group.create_task(self._residents())
+            async with asyncio.timeout(END_S):
+                await self.full.wait()
+            group.create_task(self._visitors())
 
     async def _watch(self, client: Client) -> None:
         """The router's state, until cancelled."""
@@ -161,9 +166,16 @@ class Round:
             await zeromq_stream(client, self.history, ask)
 
     async def _by_http(self, ask: plan.Ask) -> None:
-        async with httpx.AsyncClient(base_url=self.stack.url, timeout=END_S, verify=False) as client:
-            submitted(self.history, ask, "http")
-            await http_stream(client, self.history, ask)
+        """Who is refused asks again, a few times. Only the last try is in the history."""
+        async with httpx.AsyncClient(base_url=self.stack.url, timeout=END_S, verify=TLS) as client:
+            for _ in range(TRIES):
+                heard = History()
+                submitted(heard, ask, "http")
+                await http_stream(client, heard, ask)
+                if heard.events[-1].get("code") != "503":
+                    break
+        for event in heard.events:
+            self.history.record(**{name: value for name, value in event.items() if name != "t"})
 
     async def _hang_up(self, ask: plan.Ask) -> None:
         """Without a word, in the middle."""
@@ -245,10 +257,7 @@ def churn(stack: Stack, size: Size, warm_up: int, rounds: int) -> None:
     for number in range(warm_up + rounds):
         work = Round(stack, size, number)
         asyncio.run(asyncio.wait_for(work.run(), STREAM_TIMEOUT_S))
-        broken = check(work.history.events, texts)
-        refused = [what for what in broken if REFUSED in what]
-        assert [what for what in broken if what not in refused] == []
-        assert len(refused) <= size.visitors // 10, refused
+        assert check(work.history.events, texts) == []
         assert work.most >= size.streams
         seen += work.history.events
         stack.until(lambda: books(stack)["held_bytes"] == 0, "what was held is given back")
@@ -265,18 +274,18 @@ def churn(stack: Stack, size: Size, warm_up: int, rounds: int) -> None:
     assert re.search(r"parked stuck \d+ \d+ \(explicit\)", stack.log), "nobody was parked for not reading"
 
 
-def test_clients_that_come_and_go_leave_nothing(tmp_path):
-    size = Size(streams=150, each=15, visitors=40, ctx=4096)
-    with Stack(
-        tmp_path / "run", model="toy", ctx=size.ctx, slots=size.slots, park_ram="2MiB", park_mode="save", max_queued=2000
-    ) as stack:
-        churn(stack, size, warm_up=1, rounds=1)
+SMALL = Size(streams=150, each=15, visitors=40, ctx=4096)
+LARGE = Size(streams=1000, each=25, visitors=200, ctx=16384)
 
 
-@pytest.mark.long
-def test_a_thousand_streams_while_two_hundred_clients_come_and_go(tmp_path):
-    size = Size(streams=1000, each=25, visitors=200, ctx=16384)
-    with Stack(
-        tmp_path / "run", model="toy", ctx=size.ctx, slots=size.slots, park_ram="16MiB", park_mode="save", max_queued=2000
-    ) as stack:
-        churn(stack, size, warm_up=2, rounds=2)
+@pytest.mark.parametrize(
+    ("size", "park_ram", "rounds"),
+    [
+        pytest.param(SMALL, "2MiB", 1, id="150 streams"),
+        pytest.param(LARGE, "16MiB", 2, id="1000 streams", marks=pytest.mark.long),
+    ],
+)
+def test_clients_that_come_and_go_leave_nothing(tmp_path, size, park_ram, rounds):
+    settings = {"ctx": size.ctx, "slots": size.slots, "park_ram": park_ram, "park_mode": "save", "max_queued": 2000}
+    with Stack(tmp_path / "run", model="toy", **settings) as stack:
+        churn(stack, size, warm_up=rounds, rounds=rounds)
