@@ -23,7 +23,7 @@ from wire.service import file_limit, log, notify, passed_sockets, raise_file_lim
 from wire.sockets import client_address
 
 BACKLOG = 1024
-UNSENT_BYTES = 16 << 10  # a reader that stops pins about 200 KiB with it, and 4 MiB without
+UNSENT_BYTES = 16 << 10  # for a reader that stops the kernel keeps 15 to 30 KiB with it, and 3 MiB without
 SILENT_S = 120  # what was sent and not acknowledged for so long, or probes of a quiet peer: its machine is gone
 CLOSING_S = 1  # for connections after the drain: all that counts has ended
 

@@ -9,6 +9,7 @@ import httpx
 import openai
 import pytest
 
+from router.client import Client
 from router.openai.__main__ import Server, http_config, listen
 from router.openai.keys import Keys
 from router.openai.serving import Serving
@@ -32,7 +33,7 @@ def text(files: ModelFiles) -> Text:
 class Adapter:
     """A running adapter. `http` speaks to it, `router` is what stands behind it."""
 
-    router: FakeClient
+    router: FakeClient | Client
     serving: Serving
     server: Server
     port: int
@@ -57,9 +58,11 @@ Start = Callable[..., Awaitable[Adapter]]
 
 
 @asynccontextmanager
-async def running(files: ModelFiles, text: Text, **settings: object) -> AsyncIterator[Adapter]:
-    """An adapter that serves until the block ends."""
-    router = FakeClient(says([]))
+async def running(
+    files: ModelFiles, text: Text, router: FakeClient | Client | None = None, **settings: object
+) -> AsyncIterator[Adapter]:
+    """An adapter that serves until the block ends. `router`: what it speaks to, if that is not a scripted one."""
+    router = router or FakeClient(says([]))
     config = Config(ctx=2048, **settings)
     serving = Serving(router, files, text, config, Keys(config))
     listener = listen("127.0.0.1", 0)
