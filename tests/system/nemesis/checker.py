@@ -11,7 +11,7 @@
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
-AROUND_S = 5.0  # between a death and what clients see of it; on a busy machine a death is seen late itself
+AROUND_S = 10.0  # between a death and what clients see of it: on a busy machine a process takes some seconds to end
 BACK_S = 30.0  # after a death, until which a new process may not answer yet
 
 STILL_S = 5.0  # a process stands still for no longer, with what it then has to catch up with
