@@ -2,14 +2,16 @@
 
 import os
 import signal
+from collections.abc import Callable
 
 import psutil
 import pytest
 
-from tests.system.stack import Answer, Stack, prompt, stream, together
+from tests.system.stack import Answer, Stack, each, prompt, stream, together
 
-GENERATED = 300
-CTX = 1024
+GENERATED = 150
+WORDS = 20  # of a prompt
+CTX = 256  # two grow to about 350 tokens in it, four to 700
 
 
 @pytest.fixture(scope="module")
@@ -26,33 +28,34 @@ def unhurt(stack) -> list[Answer]:
 
 
 def four(stack: Stack, on_tokens=None) -> list[Answer]:
-    return together(
-        *(
-            stream(
-                stack.url,
-                prompt=prompt(i),
-                max_tokens=GENERATED,
-                temperature=0.8,
-                seed=i,
-                on_tokens=on_tokens if i == 0 else None,
-            )
-            for i in range(4)
-        )
-    )
+    """Four streams at once; `on_tokens(answer)` is called with any of them."""
+    bodies = [{"prompt": prompt(i, WORDS), "max_tokens": GENERATED, "temperature": 0.8, "seed": i} for i in range(4)]
+    return together(*(stream(stack.url, on_tokens=on_tokens, **body) for body in bodies))
+
+
+def while_one_is_parked(stack: Stack, hit: Callable[[], None]) -> Callable[[Answer], None]:
+    """For `on_tokens`: calls `hit()` once, when somebody is parked and others run."""
+    done = []
+
+    def look(_: Answer) -> None:
+        if not done and stack.metric("parkade_requests_preempted") > 0:
+            done.append(True)
+            hit()
+
+    return each(4, look)
 
 
 @pytest.mark.parametrize("victims", [["hostcache"], ["gpu_worker"], ["hostcache", "gpu_worker"]], ids="+".join)
 def test_a_killed_process_costs_a_pause_at_most(stack, unhurt, victims):
     killed = []
 
-    def kill_when_half_way(answer: Answer) -> None:
-        if len(answer.ids) >= GENERATED // 2 and not killed:
-            for victim in victims:
-                killed.append(stack.pid_of(victim))
-                stack.kill(victim)
+    def kill() -> None:
+        for victim in victims:
+            killed.append(stack.pid_of(victim))
+            stack.kill(victim)
 
-    answers = four(stack, kill_when_half_way)
-    assert len(killed) == len(victims)
+    answers = four(stack, while_one_is_parked(stack, kill))
+    assert len(killed) == len(victims), "nobody was parked: the test shows nothing"
     for answer, expected in zip(answers, unhurt, strict=True):
         assert answer.ids == expected.ids
         assert answer.text == expected.text
@@ -62,25 +65,20 @@ def test_a_killed_process_costs_a_pause_at_most(stack, unhurt, victims):
 
 def test_a_stopped_host_cache_is_a_denial(stack, unhurt):
     pid = stack.pid_of("hostcache")
-    stopped = []
-
-    def stop_when_half_way(answer: Answer) -> None:
-        if len(answer.ids) >= GENERATED // 4 and not stopped:
-            stopped.append(pid)
-            os.kill(pid, signal.SIGSTOP)
-
+    before = stack.parks()
     try:
-        answers = four(stack, stop_when_half_way)
+        answers = four(stack, each(4, lambda _: os.kill(pid, signal.SIGSTOP)))  # before anybody is parked
     finally:
         os.kill(pid, signal.SIGCONT)
-    assert stopped
+    denied = "recompute denied_timeout"
+    assert stack.parks().get(denied, 0) > before.get(denied, 0)
     assert [answer.ids for answer in answers] == [answer.ids for answer in unhurt]
 
 
 def test_nothing_is_left_after_a_sigkill_of_everything(tmp_path):
     before = set(os.listdir("/dev/shm"))
     stack = Stack(tmp_path / "run", ctx=CTX, slots=4)
-    together(stream(stack.url, prompt=prompt(0), max_tokens=5))
+    together(stream(stack.url, prompt=prompt(0, WORDS), max_tokens=5))
     children = psutil.Process(stack.process.pid).children(recursive=True)
     assert len(children) >= 4
     stack.stop(signal.SIGKILL)
@@ -88,7 +86,7 @@ def test_nothing_is_left_after_a_sigkill_of_everything(tmp_path):
     assert not [process for process in alive if process.status() != psutil.STATUS_ZOMBIE]
     assert set(os.listdir("/dev/shm")) == before
     with Stack(tmp_path / "run", ctx=CTX, slots=4) as again:  # what the killed server left does not block the next
-        assert len(together(stream(again.url, prompt=prompt(0), max_tokens=5))[0].ids) == 5
+        assert len(together(stream(again.url, prompt=prompt(0, WORDS), max_tokens=5))[0].ids) == 5
         second = psutil.Popen(
             [*psutil.Process(again.process.pid).cmdline()[:3], "serve", "--run-dir", str(tmp_path / "run"), "--port", "0"],
             stderr=-1, stdout=-1, text=True,
