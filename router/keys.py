@@ -40,11 +40,11 @@ class Keys:
             return None
         own = [request for request in self._requests.values() if request.generate.key == generate.key]
         if limits.requests and len(own) >= limits.requests:
-            why = f"this API key has {len(own)} requests at work already"
+            why = f"this API key has {len(own)} requests at work already, --key-requests is {limits.requests}"
             return Rejected(generate.request_id, "key_limit", why, {"requests": len(own), "key_requests": limits.requests})
         waiting = sum(request.prompt_tokens for request in own if not request.started)
         if limits.queued_tokens and not may_start and waiting + len(generate.prompt_token_ids) > limits.queued_tokens:
-            why = f"{waiting} prompt tokens of this API key are waiting already"
+            why = f"{waiting} prompt tokens of this API key are waiting already, --key-queued-tokens is {limits.queued_tokens}"
             numbers = {"queued_tokens": waiting, "key_queued_tokens": limits.queued_tokens}
             return Rejected(generate.request_id, "key_limit", why, numbers)
         return None

@@ -85,7 +85,11 @@ class KeyCheck:
 
 
 def _unknown_key() -> ApiError:
-    return ApiError(401, "Incorrect API key provided, or none.", code="invalid_api_key")
+    return ApiError(
+        401,
+        "Incorrect API key provided, or none; send it as 'Authorization: Bearer KEY' (parkade: --api-key KEY).",
+        code="invalid_api_key",
+    )
 
 
 def _digests(names: dict[bytes, str]) -> dict[bytes, str]:
