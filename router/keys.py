@@ -39,6 +39,11 @@ class Keys:
         if not generate.key or not (limits.requests or limits.queued_tokens):
             return None
         own = [request for request in self._requests.values() if request.generate.key == generate.key]
+        first = generate.sibling_of  # of several choices of one answer
+        siblings = [request for request in own if first and first in (request.request_id, request.generate.sibling_of)]
+        if limits.requests and len(siblings) >= limits.requests:  # to come again would not help
+            why = f"this asks for more streams at once than the {limits.requests} of --key-requests"
+            return Rejected(generate.request_id, "bad_request", why, {"key_requests": limits.requests})
         if limits.requests and len(own) >= limits.requests:
             why = f"this API key has {len(own)} requests at work already, --key-requests is {limits.requests}"
             return Rejected(generate.request_id, "key_limit", why, {"requests": len(own), "key_requests": limits.requests})

@@ -26,6 +26,17 @@ def test_each_key_has_its_number_of_requests():
     assert isinstance(s.ask("c", key="ann")[0], Accepted)
 
 
+def test_one_answer_with_more_choices_than_its_key_may_have_is_no_matter_of_time():
+    s = Scene(limits=KeyLimits(requests=2))
+    s.hello()
+    assert isinstance(s.ask("a", key="ann")[0], Accepted)
+    assert isinstance(s.ask("b", key="ann", sibling_of="a")[0], Accepted)
+    answer = rejected(s.ask("c", key="ann", sibling_of="a"))
+    assert (answer.code, answer.numbers) == ("bad_request", {"key_requests": 2})
+    assert rejected(s.ask("d", key="ann")).code == "key_limit"  # another one may come again
+    assert rejected(s.ask("e", key="ann", sibling_of="d")).code == "key_limit"
+
+
 def test_each_key_has_its_number_of_waiting_prompt_tokens():
     s = Scene(limits=KeyLimits(queued_tokens=10))
     s.hello(slots=1)
