@@ -76,7 +76,7 @@ test: tested
 test-long: tested
 	@$(BIN)/python -m pytest -q -m long $(FLAGS)
 
-# half an hour; FLAGS="--minutes 5 --seed 2 --model bard"
+# half an hour; FLAGS="--minutes 15 --seed 2 --model bard", less is judged too early
 soak: setup
 	@$(BIN)/python -m tests.system.nemesis.soak $(FLAGS)
 

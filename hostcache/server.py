@@ -23,7 +23,7 @@ from wire.config import ConfigError
 from wire.memory import RESERVE_BYTES, available_bytes
 from wire.messages import Attach, Attached, Commit, GetBudget, Granted, Message, Release, Reserve, ToHostCache
 from wire.service import notify
-from wire.sockets import MAX_IPC_PATH_CHARS
+from wire.sockets import check_path
 
 MAX_PEERS = 256
 MAX_OUTBOX = 1024  # messages for a peer that does not read, beside what its socket holds; then it is cut off
@@ -70,8 +70,7 @@ def open_arena(budget_bytes: int) -> tuple[int, int, bool, list[int]]:
 
 def listen(path: str) -> socket.socket:
     """The bound socket. A dead server's leftover is removed; a living one's, or a path too long, is a ConfigError."""
-    if len(path) > MAX_IPC_PATH_CHARS:
-        raise ConfigError(f"--run-dir: the socket's path has {len(path)} characters, the limit is {MAX_IPC_PATH_CHARS}: {path}")
+    check_path(path)
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK)
     if Path(path).is_socket():
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK) as probe:

@@ -28,12 +28,7 @@ def run_dir(given: str) -> Iterator[str]:
             shutil.rmtree(path, ignore_errors=True)
         return
     path = os.path.abspath(given)
-    try:
-        nbytes = len(sockets.hostcache_path(path).encode())
-    except UnicodeEncodeError:
-        raise ConfigError(f"--run-dir {path!a}: not UTF-8, as the names of sockets have to be") from None
-    if nbytes > sockets.MAX_IPC_PATH_CHARS:
-        raise ConfigError(f"--run-dir {path}: too long for the sockets in it, {sockets.MAX_IPC_PATH_CHARS} bytes are allowed")
+    sockets.check_path(sockets.hostcache_path(path))  # the longest of them
     try:
         os.makedirs(path, mode=0o700, exist_ok=True)
         there = os.stat(path)

@@ -294,7 +294,7 @@ class Server:
                     *(more for worker in lost_workers for more in self.ledger.worker_lost(worker, now)),
                     *(more for client in lost_clients for more in self.ledger.client_lost(client, now)),
                 ]
-        except Exception:
+        except Exception:  # of a task, too, of whose end nobody hears before the next turn
             self._closed = True
             raise
         if (self._to_clients.full or self._to_workers.full) and not self._retry_due:

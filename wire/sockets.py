@@ -5,10 +5,12 @@ from pathlib import Path
 
 import zmq
 
+from wire.config import ConfigError
+
 MAX_FRAME_BYTES = 64 << 20  # a 32 MiB body of token ids fits; more is cut off by the socket
 LINGER_MS = 200
 HIGH_WATER_MARK = 1000  # messages a pipe holds before a send fails with EAGAIN
-MAX_IPC_PATH_CHARS = 107
+MAX_PATH_BYTES = 107  # of a Unix socket
 TCP_HEARTBEAT_MS = 5000
 
 
@@ -27,13 +29,23 @@ def hostcache_path(run_dir: str | Path) -> str:
     return f"{run_dir}/hostcache.sock"
 
 
+def check_path(path: str) -> None:
+    """ConfigError if no socket can have this path."""
+    try:
+        nbytes = len(path.encode())
+    except UnicodeEncodeError:
+        raise ConfigError(f"--run-dir: not UTF-8, as the names of sockets have to be: {path!a}") from None
+    if nbytes > MAX_PATH_BYTES:
+        many = f"{nbytes} bytes, the limit is {MAX_PATH_BYTES} (characters beyond ASCII have several)"
+        raise ConfigError(f"--run-dir: the socket's path has {many}: {path}")
+
+
 def router_socket(context: zmq.Context, address: str, fd: int | None = None, handover: bool = False) -> zmq.Socket:
     """A bound ROUTER: unknown or full peers are errors (EHOSTUNREACH, EAGAIN), never silent drops. `fd`: a descriptor that
     listens at this address already; it is the socket's from now on. `handover`: peers have identities of their own, and who comes
     with one that is there takes its place; without it nobody can."""
     path = address.removeprefix("ipc://")
-    if len(path) > MAX_IPC_PATH_CHARS:
-        raise ValueError(f"--run-dir: the socket's path has {len(path)} characters, the limit is {MAX_IPC_PATH_CHARS}: {path}")
+    check_path(path)
     socket = context.socket(zmq.ROUTER)
     _options(socket)
     socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
