@@ -135,7 +135,6 @@ async def _run(server: Server, seed: int, seconds: float, history: History) -> N
     lives = Lives(stack.process.pid)
     lives.history = history
     lives.look()
-    watching = asyncio.create_task(lives.watch())
     nemesis = Nemesis(lives, history, stack.run_dir, server.failpoints)
 
     def asks(client: int):
@@ -149,20 +148,20 @@ async def _run(server: Server, seed: int, seconds: float, history: History) -> N
         zeromq_client(stack.address, history, asks(n)) if n < plan.ZEROMQ_CLIENTS else http_client(stack.url, history, asks(n))
         for n in numbers
     ]
-    sampling = asyncio.create_task(_sample(stack.address, history))
     try:
-        async with asyncio.TaskGroup() as group:
-            for client in clients:
-                group.create_task(client)
-            await nemesis.run(plan.faults(seed, seconds), seconds)
-            await nemesis.end()
-        sampling.cancel()
-        await quiet(stack, lives, history)
-        server.look(lives)
+        async with asyncio.TaskGroup() as watchers:  # a run that nobody watches proves nothing
+            watching = watchers.create_task(lives.watch())
+            sampling = watchers.create_task(_sample(stack.address, history))
+            async with asyncio.TaskGroup() as group:
+                for client in clients:
+                    group.create_task(client)
+                await nemesis.run(plan.faults(seed, seconds), seconds)
+                await nemesis.end()
+            sampling.cancel()
+            await quiet(stack, lives, history)
+            server.look(lives)
+            watching.cancel()
     finally:
-        watching.cancel()
-        sampling.cancel()
-        await asyncio.gather(watching, sampling, return_exceptions=True)
         lives.close()
 
 
